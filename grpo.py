@@ -1,0 +1,52 @@
+"""GRPO for dialogue: the group's own mean is the baseline, no critic. Statistics are taken per DIALOGUE.
+
+Source: GRPO (arXiv 2402.03300) Eq. 3; RLVER (2507.03112) app. B.3 (n = 4); Dr. GRPO (2503.20783) for `std=False`.
+    R_i = mean of dialogue i's turn rewards          A of turn k of dialogue i = (r_k - mean_j R_j) / (std_j R_j + 1e-6)
+Differs from the released code: there a group mixes all turns of its dialogues, so long dialogues weigh more (facts 4.7).
+Everything else - the clipped loss, the entropy bonus, the metrics - is ppo.py's.
+Run: python train.py --algo grpo --think --preset tiny
+"""
+import itertools
+
+import torch
+
+from ppo import update_policy
+
+
+def group_advantages(turn_rewards, turns, groups, std=True):
+    """Advantage of each turn: (K,).
+
+    turn_rewards: (K,) in [0, 1]. turns: turns of each dialogue. groups: the group of each dialogue.
+    std uses n - 1, as the released code does. A dialogue alone in its group has nothing to compare with: advantage 0.
+    With equal rewards in a group all its well-formed turns get 0.
+    Returns advantages and the share of groups whose dialogues all earned the same.
+    """
+    ends = list(itertools.accumulate(turns))
+    parts = [turn_rewards[end - n:end] for end, n in zip(ends, turns)]
+    scores = torch.stack([part.mean() for part in parts])                        # (D,) one reward a dialogue
+    advantages, equal = [torch.zeros_like(part) for part in parts], 0
+    for group in set(groups):
+        members = [i for i, g in enumerate(groups) if g == group]
+        if len(members) < 2:
+            equal += 1
+            continue
+        own = scores[members]
+        equal += bool((own == own[0]).all())
+        scale = own.std() + 1e-6 if std else 1.0
+        for i in members:
+            advantages[i] = (parts[i] - own.mean()) / scale
+    return torch.cat(advantages), equal / len(set(groups))
+
+
+def estimate(critic, batch, cfg):
+    """Advantages as they enter the policy's loss, (N,); no values, no returns; and metrics."""
+    groups = [dialogue.group for dialogue in batch.dialogues]
+    advantages, frac_equal = group_advantages(batch.turn_rewards, batch.turns, groups, cfg.std)
+    return batch.per_token(advantages), None, None, {"frac_zero_std_groups": frac_equal, "advantage_std": advantages.std().item()}
+
+
+def update(policy, critic, optimizers, batch, cfg, rng, ref_policy=None, train_policy=True):
+    """One GRPO step on one rollout; the same signature as ppo.update (there is no critic: None)."""
+    advantages, _, _, metrics = estimate(critic, batch, cfg)
+    metrics.update(update_policy(policy, optimizers["policy"], batch, advantages, cfg, rng, ref_policy))
+    return metrics

@@ -1,0 +1,259 @@
+"""PPO for dialogue: clipped policy update and a learned critic, on the user's final emotion.
+
+Source: RLVER (arXiv 2507.03112) sec. 2-3, app. B.3; PPO (1707.06347) Eq. 7, 11-12; released code core_algos.py.
+    L = -E_t[ min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t) ] - ent_coef H + kl_coef KL(policy || ref)
+Differs from the paper or its released code in:
+  1) a malformed turn gets reward 0, as paper 2.3 says; the released code has no such check;
+  2) losses are normalised by the agent tokens of the whole minibatch, so its split into micro-batches changes nothing;
+  3) the critic can read one value per turn, at its header (values="turn"; the embedded preset), instead of one per token.
+Shapes: N agent tokens of the step, n of a micro-batch, B rows of T tokens, V vocabulary, K turns.
+Run: python train.py --algo ppo --think --preset tiny
+"""
+import copy
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rollout import microbatches
+
+
+# ---- what a rollout becomes: flat tensors over agent tokens -------------------------------------------------------------
+
+@dataclass
+class Batch:
+    """Dialogue after dialogue, turn after turn, token after token; no padding, so no mask can be wrong."""
+    dialogues: list                 # D dialogues, failed ones left out
+    turn_lengths: list              # K ints: agent tokens of each turn
+    turns: list                     # D ints: turns of each dialogue
+    turn_rewards: torch.Tensor      # (K,) in [0, 1]
+    old_logprobs: torch.Tensor      # (N,) by the engine that sampled
+    tokens: list                    # D ints: agent tokens of each dialogue
+
+    @property
+    def starts(self):
+        """Where each dialogue's agent tokens begin in the flat order."""
+        return [0, *itertools.accumulate(self.tokens)][:-1]
+
+    def per_token(self, per_turn):
+        """(K,) -> (N,): a turn's value at each of its tokens."""
+        return torch.repeat_interleave(per_turn, torch.tensor(self.turn_lengths))
+
+    def at_last_token(self, per_turn):
+        """(K,) -> (N,): a turn's value on its last token, 0 elsewhere."""
+        flat = torch.zeros(sum(self.turn_lengths))
+        flat[torch.tensor(self.turn_lengths).cumsum(0) - 1] = per_turn
+        return flat
+
+
+def turn_rewards(dialogue, format_reward=True):
+    """r_k of each turn: the dialogue's outcome R = final emotion / 100 (paper 2.1), or 0 where the format broke (2.3)."""
+    return [0.0 if format_reward and not turn.format_ok else dialogue.emotion / 100 for turn in dialogue.turns]
+
+
+def make_batch(dialogues, format_reward=True):
+    """Flatten played dialogues. Dialogues whose simulator failed hold no reward and are left out."""
+    dialogues = [d for d in dialogues if not d.failed]
+    turns = [turn for d in dialogues for turn in d.turns]
+    tokens = [sum(len(turn.ids) for turn in d.turns) for d in dialogues]
+    return Batch(dialogues, [len(turn.ids) for turn in turns], [len(d.turns) for d in dialogues],
+                 torch.tensor([r for d in dialogues for r in turn_rewards(d, format_reward)]),
+                 torch.tensor([logprob for turn in turns for logprob in turn.logprobs]),
+                 tokens)
+
+
+# ---- the equations -----------------------------------------------------------------------------------------------------
+
+def compute_gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0):
+    """Advantage of each agent token (GAE; PPO paper Eq. 11-12).
+
+        delta_t = r_t + gamma V_{t+1} - V_t          A_t = delta_t + gamma lambda A_{t+1}
+
+    rewards, values: (N,), agent tokens only, in order. lengths: agent tokens of each segment; they sum to N. A segment is a
+    turn or a whole dialogue; t+1 is the NEXT AGENT TOKEN of the segment (the user's tokens in between neither cost nor
+    earn) and V is 0 after its last one.
+    Returns advantages, returns = advantages + values: (N,), not whitened.
+    With gamma = lambda = 1 and one final reward R: A_t = R - V_t at every token.
+    """
+    r, v = rewards.double().tolist(), values.double().tolist()
+    advantages, end = [0.0] * len(r), 0
+    for length in lengths:
+        end += length
+        following = next_value = 0.0
+        for t in reversed(range(end - length, end)):
+            delta = r[t] + gamma * next_value - v[t]
+            following = advantages[t] = delta + gamma * gae_lambda * following
+            next_value = v[t]
+    advantages = torch.tensor(advantages, dtype=values.dtype)
+    return advantages, advantages + values
+
+
+def whiten(x):
+    """Mean 0, variance 1 over all agent tokens (released code: masked_whiten). Fewer than two tokens stay as they are."""
+    return (x - x.mean()) * torch.rsqrt(x.var() + 1e-8) if x.numel() > 1 else x
+
+
+def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
+    """Per-token loss (n,) and whether the clip was active (n,). PPO Eq. 7; clipping acts on each token's own ratio."""
+    logratio = (logprobs - old_logprobs).clamp(-20, 20)          # exp never overflows; far outside the clip anyway
+    ratio = logratio.exp()
+    surr_unclipped = ratio * advantages
+    surr_clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
+    return -torch.min(surr_unclipped, surr_clipped), surr_clipped < surr_unclipped
+
+
+def value_loss(values, old_values, returns, value_clip):
+    """Per-element 0.5 max((V - R)^2, (V_clipped - R)^2), V_clipped within value_clip of the old value (core_algos.py)."""
+    clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+
+
+def kl_k3(logprobs, ref_logprobs):
+    """Unbiased, non-negative estimate of KL(policy || ref) per token, http://joschu.net/blog/kl-approx.html"""
+    logratio = (ref_logprobs - logprobs).clamp(-20, 20)
+    return logratio.exp() - logratio - 1
+
+
+# ---- models over packed rows --------------------------------------------------------------------------------------------
+
+def hidden_states(model, micro):
+    """(n, H): the decoder's output at the positions `micro.before`."""
+    decoder = getattr(model, model.base_model_prefix)
+    hidden = decoder(input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask, use_cache=False)[0]
+    return hidden[micro.before]                                   # (B, T, H) -> (n, H): only agent tokens need logits
+
+
+def token_logprobs(model, micro, temperature=1.0, chunk=2048):
+    """Log-prob and entropy of each agent token under `model` at the sampling temperature: (n,), (n,).
+
+    The head runs on agent tokens only, in chunks that are computed again in the backward pass: memory does not grow with
+    vocabulary x length.
+    """
+    head = model.get_output_embeddings()
+
+    def score(hidden, actions):
+        logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)        # (chunk, V)
+        return logprobs.gather(1, actions[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+    hidden = hidden_states(model, micro)
+    parts = [checkpoint(score, h, a, use_reentrant=False) if len(hidden) > chunk else score(h, a)
+             for h, a in zip(hidden.split(chunk), micro.actions.split(chunk))]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+class Critic(torch.nn.Module):
+    """V(s): the policy's decoder, copied, with a linear head. values="token": before each agent token. values="turn":
+    once per turn, where the header ends; it then reads the trunk alone and never pays for the thoughts."""
+
+    def __init__(self, policy, values="token"):
+        super().__init__()
+        self.model, self.values = copy.deepcopy(policy), values
+        self.model.set_output_embeddings(torch.nn.Linear(policy.config.hidden_size, 1))
+        torch.nn.init.zeros_(self.model.get_output_embeddings().weight)
+        torch.nn.init.constant_(self.model.get_output_embeddings().bias, 0.3)
+
+    def forward(self, micro):
+        return self.model.get_output_embeddings()(hidden_states(self.model, micro))[:, 0].float()      # (n,)
+
+
+def predict_values(critic, batch, tokens_per_batch):
+    """(N,) values of all agent tokens, no gradient."""
+    branches = critic.values == "token"
+    values = torch.zeros(len(batch.old_logprobs) if branches else len(batch.turn_lengths))
+    starts = batch.starts if branches else [0, *itertools.accumulate(batch.turns)][:-1]
+    with torch.no_grad():
+        for micro in microbatches(batch.dialogues, starts, tokens_per_batch, branches):
+            values[micro.index] = critic(micro)
+    return values if branches else batch.per_token(values)
+
+
+# ---- the update ---------------------------------------------------------------------------------------------------------
+
+def estimate(critic, batch, cfg):
+    """Advantages as they enter the policy's loss, values and returns, each (N,), and metrics."""
+    values = predict_values(critic, batch, cfg.tokens_per_batch)
+    rewards = batch.at_last_token(batch.turn_rewards)
+    if cfg.gae == "turn":                                          # the paper: each turn is a segment that earns R
+        lengths = batch.turn_lengths
+    else:                                                          # one stream: R once, on the dialogue's last token
+        lengths = batch.tokens
+        last = torch.tensor(lengths).cumsum(0) - 1
+        rewards = torch.zeros_like(rewards).index_copy(0, last, rewards[last])
+    advantages, returns = compute_gae(rewards, values, lengths, cfg.gamma, cfg.gae_lambda)
+    return whiten(advantages), values, returns, {
+        "value_mean": values.mean().item(), "advantage_std": advantages.std().item(),
+        "explained_var": (1 - (returns - values).var() / returns.var().clamp(min=1e-8)).item()}
+
+
+def update(policy, critic, optimizers, batch, cfg, rng, ref_policy=None, train_policy=True):
+    """One PPO step on one rollout. Returns metrics averaged over agent tokens."""
+    advantages, values, returns, metrics = estimate(critic, batch, cfg)
+    metrics.update(update_critic(critic, optimizers["critic"], batch, values, returns, cfg, rng))
+    if train_policy:
+        metrics.update(update_policy(policy, optimizers["policy"], batch, advantages, cfg, rng, ref_policy))
+    return metrics
+
+
+def update_critic(critic, optimizer, batch, old_values, returns, cfg, rng):
+    branches, starts = critic.values == "token", batch.starts
+    if not branches:                                               # one target per turn: the return at its first token
+        starts = [0, *itertools.accumulate(batch.turns)][:-1]
+        first = torch.tensor([0, *itertools.accumulate(batch.turn_lengths)][:-1])
+        old_values, returns = old_values[first], returns[first]
+    total, norms = 0.0, []
+    critic.train()
+    for members, size in minibatches(batch, cfg, rng, by_turn=not branches):
+        for micro in microbatches([batch.dialogues[i] for i in members], [starts[i] for i in members], cfg.tokens_per_batch, branches):
+            loss = value_loss(critic(micro), old_values[micro.index], returns[micro.index], cfg.value_clip).sum() / size
+            loss.backward()
+            total += loss.item() * size
+        norms.append(torch.nn.utils.clip_grad_norm_(critic.parameters(), cfg.max_grad_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"v_loss": total / (len(returns) * cfg.epochs), "critic_grad_norm": sum(norms) / len(norms)}
+
+
+def minibatches(batch, cfg, rng, by_turn=False):
+    """cfg.epochs x cfg.minibatches groups of dialogue indices, each with its number of agent tokens (or turns)."""
+    sizes = batch.turns if by_turn else batch.tokens
+    for _ in range(cfg.epochs):
+        order = rng.sample(range(len(batch.dialogues)), len(batch.dialogues))
+        for part in range(min(cfg.minibatches, len(order))):
+            members = sorted(order[part::cfg.minibatches])
+            yield members, sum(sizes[i] for i in members)
+
+
+def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=None):
+    """The clipped policy update that PPO and GRPO share. advantages: (N,), as they enter the loss."""
+    sums = dict.fromkeys(("pg_loss", "entropy", "approx_kl", "clipfrac", "ref_kl", "mismatch"), 0.0)
+    ratio_max = mismatch_max = seen = fresh = 0.0
+    norms = []
+    policy.train()
+    for number, (members, size) in enumerate(minibatches(batch, cfg, rng)):
+        for micro in microbatches([batch.dialogues[i] for i in members], [batch.starts[i] for i in members], cfg.tokens_per_batch):
+            logprobs, entropy = token_logprobs(policy, micro, cfg.temperature)
+            old_logprobs = batch.old_logprobs[micro.index]
+            pg_loss, clipped = policy_loss(logprobs, old_logprobs, advantages[micro.index], cfg.clip_eps)
+            loss = pg_loss - cfg.ent_coef * entropy
+            if ref_policy is not None:
+                with torch.no_grad():
+                    ref_logprobs, _ = token_logprobs(ref_policy, micro, cfg.temperature)
+                kl = kl_k3(logprobs, ref_logprobs)
+                loss, sums["ref_kl"] = loss + cfg.kl_coef * kl, sums["ref_kl"] + kl.sum().item()
+            (loss.sum() / size).backward()
+            with torch.no_grad():
+                logratio = logprobs - old_logprobs
+                if number == 0:                 # before the first step engine and learner hold the same weights
+                    sums["mismatch"] += logratio.abs().sum().item()
+                    mismatch_max, fresh = max(mismatch_max, logratio.abs().max().item()), fresh + len(logratio)
+                sums["pg_loss"] += pg_loss.sum().item()
+                sums["entropy"] += entropy.sum().item()
+                sums["approx_kl"] += kl_k3(old_logprobs, logprobs).sum().item()
+                sums["clipfrac"] += clipped.sum().item()
+                ratio_max, seen = max(ratio_max, logratio.exp().max().item()), seen + len(logratio)
+        norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    metrics = {name: total / (fresh if name == "mismatch" else seen) for name, total in sums.items()}
+    return {**metrics, "mismatch_max": mismatch_max, "ratio_max": ratio_max, "grad_norm": sum(norms) / len(norms)}

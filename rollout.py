@@ -1,0 +1,512 @@
+"""Rollout: many dialogues at once between the policy and its simulated users, then their tokens as training rows.
+
+Source: RLVER (arXiv 2507.03112) sec. 2.2-2.3, app. B.3.
+Differs from the released code: sampled tokens are never decoded and encoded again; dialogues, not list positions, own their
+simulators; there is no turn barrier; the context limit is counted in tokens; exactly `max_turns` replies are scored.
+
+A dialogue keeps one append-only token trunk. What a turn samples (thought, reply, end token) is a branch on it:
+
+    trunk   [system][user 1][header] reply 1 [user 2][header] reply 2 [user 3][header] ...
+    branch                     `- <think>..</think> reply 1 <end>      `- <think>..</think> reply 2 <end>
+
+With thinking the history holds the reply alone, so later turns never see a thought. Without, the sampled tokens ARE the
+history. One dialogue is one training row (design: packing): every token sees the trunk before it and its own branch.
+Shapes: T tokens of a row, N agent tokens of a batch, V vocabulary, K turns.
+Run: python evaluate.py --model runs/tiny-sft/think --limit 4        # plays dialogues and shows them
+"""
+import inspect
+import re
+import time
+import zlib
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from simulator import PROMPTS, Reaction, Scenario, ScriptedSimulator, SimulatorFailed
+
+THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+
+
+# ---- turns and dialogues ---------------------------------------------------------------------------------------------
+
+@dataclass
+class Turn:
+    prompt_len: int                 # tokens of the trunk that the engine saw; the branch hangs there
+    ids: list                       # sampled token ids, thought and end token included
+    logprobs: list                  # of ids, by the engine, at the sampling temperature
+    finish: str                     # "stop" (the policy ended its turn) or "length" (cut by max_new_tokens)
+    thought: str | None
+    reply: str                      # what the user saw
+    format_ok: bool                 # think mode: exactly one non-empty think block, first, then a non-empty reply
+    reaction: Reaction | None = None
+
+
+@dataclass
+class Dialogue:
+    scenario: Scenario
+    think: bool
+    seed: int
+    repetition: int = 0
+    group: int = 0                  # dialogues of one scenario and one opening share it (GRPO)
+    start_emotion: int = 30
+    max_turns: int = 8
+    opening: str = ""
+    trunk: list = field(default_factory=list)       # token ids
+    turns: list = field(default_factory=list)
+    end_reason: str | None = None
+    error: str = ""                                 # why the simulator failed
+
+    @property
+    def emotion(self):
+        scored = [turn.reaction.emotion for turn in self.turns if turn.reaction]
+        return scored[-1] if scored else self.start_emotion
+
+    @property
+    def failed(self):
+        return self.end_reason == "simulator_failed" or not any(turn.reaction for turn in self.turns)
+
+    def to_dict(self):
+        """One transcript line: all that evaluate.py needs to score, verify and show the dialogue."""
+        turns = [dict(thought=t.thought, reply=t.reply, format_ok=t.format_ok, finish=t.finish, tokens=len(t.ids),
+                      change=r.change, emotion=r.emotion, act=r.act, inner=r.inner, raw=r.raw, flags=r.flags, user=r.message)
+                 for t in self.turns if (r := t.reaction)]
+        return dict(scenario=self.scenario.id, event=self.scenario.event, intention=self.scenario.intention,
+                    character=self.scenario.character, repetition=self.repetition, seed=self.seed, think=self.think,
+                    start_emotion=self.start_emotion, max_turns=self.max_turns, opening=self.opening,
+                    final_emotion=self.emotion, end_reason=self.end_reason,
+                    reward=None if self.failed else self.emotion / 100, error=self.error, turns=turns)
+
+
+def split_thought(text, think):
+    """What a turn says: (thought or None, visible reply, format_ok). Source: paper sec. 2.3.
+
+    Without thinking the whole text is the reply. With it, only `<think>thought</think>reply` is well-formed; an unclosed
+    thought is never shown to the user, and tags are never part of a visible reply.
+        "<think>a</think> b" -> ("a", "b", True)      "b" -> (None, "b", False)      "<think>a" -> ("a", "", False)
+    """
+    if not think:
+        return None, text.strip(), bool(text.strip())
+    if match := THINK.fullmatch(text):
+        thought, reply = match[1].strip(), match[2].strip()
+        if thought and reply and not re.search(r"</?think>", thought + reply):
+            return thought, reply, True
+    head, closed, reply = text.rpartition("</think>")      # malformed: show only what follows the last closing tag
+    if not closed:
+        head, _, _ = text.partition("<think>")
+        unclosed = "<think>" in text
+        return (text[len(head):].replace("<think>", "").strip() or None if unclosed else None), head.strip(), False
+    thought = re.sub(r"</?think>", " ", head).strip() or None
+    return thought, reply.replace("<think>", "").strip(), False
+
+
+# ---- the token trunk -------------------------------------------------------------------------------------------------
+
+class ChatTokens:
+    """Turns chat messages into token deltas with the model's own chat template; never tokenises a token twice."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        special = sorted({str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}, key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, special))) if special else None
+        self.end_ids = sorted({tokenizer.eos_token_id} | ({tokenizer.convert_tokens_to_ids("<|im_end|>")} if "<|im_end|>" in special else set()))
+
+    def render(self, messages):
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def encode(self, text):
+        ids = self.tokenizer(text, add_special_tokens=False)
+        ids = ids["input_ids"] if hasattr(ids, "keys") else ids          # some tokenizers return a mapping, some a list
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        return [int(i) for i in (ids[0] if ids and isinstance(ids[0], (list, tuple)) else ids)]
+
+    def clean(self, text):
+        """A message's text without control tokens: nobody can close a message or open another one by writing so."""
+        return self.special.sub("", text) if self.special else text
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def first(self, system, user):
+        """Trunk of a new dialogue: system prompt, the user's first message, assistant header."""
+        return self.encode(self.render(self._messages(system, [user])))
+
+    def after(self, system, texts, sampled=None):
+        """Token ids that follow the trunk once a reply and the next user message exist.
+
+        texts: user, reply, user, reply, ..., user: the visible messages so far. sampled: the ids of the last reply when they
+        are themselves the history (no thinking); they are kept as they are and only the rest is tokenised.
+        """
+        before = self.render(self._messages(system, texts[:-2]))
+        full = self.render(self._messages(system, texts))
+        reply = self.clean(texts[-2])
+        if not full.startswith(before + reply):
+            raise ValueError("the chat template rewrites its past, so token histories cannot be appended to; "
+                             "give the tokenizer a template that renders every message alike (ChatML does)")
+        if sampled is None:
+            return self.encode(full[len(before):])
+        rest = full[len(before) + len(reply):]                           # "<end>\n<user>...": the template's own end token
+        if sampled and sampled[-1] in self.end_ids:
+            end = self.tokenizer.decode([sampled[-1]])
+            if not rest.startswith(end):
+                raise ValueError(f"the chat template does not close a reply with {end!r}, the token that ended it")
+            rest = rest[len(end):]
+        return list(sampled) + self.encode(rest)
+
+    def _messages(self, system, texts):
+        return [{"role": "system", "content": system}] + [
+            {"role": "assistant" if i % 2 else "user", "content": self.clean(text)} for i, text in enumerate(texts)]
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Finished:
+    key: object
+    ids: list
+    logprobs: list
+    finish: str                     # "stop" or "length"
+
+
+class _RaggedCache:
+    """Keys and values of B rows, each as long as it is: row b writes its next tokens at its own columns.
+
+    Column == position, so `column <= position of the query` is the whole attention mask. Columns past a row's end hold
+    garbage that the row overwrites before it can see it. Passed to transformers as its cache: it only calls update().
+    """
+
+    def __init__(self):
+        self.keys, self.values = [], []                                  # per layer (B, kv heads, columns, head dim)
+
+    def update(self, key, value, layer, *args, **kwargs):
+        if layer == len(self.keys):
+            shape = (key.shape[0], key.shape[1], 0, key.shape[3])
+            self.keys.append(key.new_zeros(shape)), self.values.append(value.new_zeros(shape))
+        if (grow := self.visible - self.keys[layer].shape[2]) > 0:
+            grow = max(grow, 128)                                        # in chunks: a copy every 128 columns
+            self.keys[layer] = torch.nn.functional.pad(self.keys[layer], (0, 0, 0, grow))
+            self.values[layer] = torch.nn.functional.pad(self.values[layer], (0, 0, 0, grow))
+        rows = torch.arange(key.shape[0])[:, None]
+        self.keys[layer][rows, :, self.columns] = key.transpose(1, 2)
+        self.values[layer][rows, :, self.columns] = value.transpose(1, 2)
+        return self.keys[layer][:, :, :self.visible], self.values[layer][:, :, :self.visible]
+
+    def copy_of(self, rows):
+        copy = _RaggedCache()
+        copy.keys, copy.values = [keys[rows] for keys in self.keys], [values[rows] for values in self.values]
+        return copy
+
+    def get_seq_length(self, *args):
+        return 0
+
+
+class HFEngine:
+    """Batched sampling with plain transformers, for machines without vLLM. All waiting prompts are decoded together.
+
+    The keys and values of a dialogue stay between its turns, so a turn prefills only what is new (bench.py rollout).
+    The random numbers of a reply depend on its seed alone, never on what else is in the batch. Log-probs are of the full
+    softmax at `temperature`; temperature 0 is greedy (log-probs then at temperature 1).
+    """
+
+    def __init__(self, model, end_ids, max_new_tokens, temperature=1.0, max_context=None):
+        self.model, self.end_ids, self.max_new_tokens, self.temperature = model, set(end_ids), max_new_tokens, temperature
+        self.max_context = max_context or getattr(model.config, "max_position_embeddings", 4096)
+        self.cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self.waiting, self.kept, self.weight_version = [], {}, 0         # kept: key -> (cache row, its tokens)
+        self.cache = _RaggedCache()
+
+    def submit(self, key, prompt_ids, seed):
+        """Queue one reply. `key` names the dialogue: its earlier turns' keys and values are used again."""
+        if len(prompt_ids) + self.max_new_tokens > self.max_context:
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room for {self.max_new_tokens} new ones "
+                             f"in a context of {self.max_context}; lower --max-new-tokens or --max-turns")
+        self.waiting.append((key, list(prompt_ids), seed))
+
+    def sync(self, named_parameters=None):
+        """The learner updates the same module in place; only the kept keys and values are stale."""
+        self.kept, self.cache, self.weight_version = {}, _RaggedCache(), self.weight_version + 1
+
+    @torch.no_grad()
+    def step(self):
+        """Decode everything that waits to its end. Returns [Finished]."""
+        if not self.waiting:
+            return []
+        waiting, self.waiting = self.waiting, []
+        self.model.eval()
+        known = self._rows_for(waiting)                                  # tokens of each row already in the cache
+        prompts = [prompt for _, prompt, _ in waiting]
+        uniforms = np.stack([np.random.default_rng(seed).random(self.max_new_tokens) for _, _, seed in waiting])
+        ids, logprobs = [[] for _ in waiting], [[] for _ in waiting]
+        width = max(len(p) - k for p, k in zip(prompts, known))          # prefill only what is new, at each row's own columns
+        tokens = torch.tensor([p[k:] + [0] * (width - len(p) + k) for p, k in zip(prompts, known)])
+        columns = torch.tensor(known)[:, None] + torch.arange(width)     # (B, width)
+        last = torch.tensor([len(p) - k - 1 for p, k in zip(prompts, known)])
+        rows, cache = list(range(len(waiting))), self.cache              # the rows of `waiting` that are still decoded
+        written = [len(prompt) for prompt in prompts]                    # columns of self.cache that hold real tokens
+        for position in range(self.max_new_tokens):
+            chosen, chosen_logprobs = self._sample(self._forward(cache, tokens, columns, last), uniforms[rows, position])
+            for row, token, logprob in zip(rows, chosen, chosen_logprobs):
+                if not ids[row] or ids[row][-1] not in self.end_ids:
+                    ids[row].append(token)
+                    logprobs[row].append(logprob)
+            live = [i for i, row in enumerate(rows) if ids[row][-1] not in self.end_ids]
+            if not live:
+                break
+            if len(live) < 0.7 * len(rows):                              # stop paying for rows that have ended
+                rows, cache = [rows[i] for i in live], cache.copy_of(live)
+            # a row that has ended runs its last token again, at the same column: nothing changes
+            tokens = torch.tensor([[ids[row][-1]] for row in rows])      # (B, 1)
+            columns = torch.tensor([[len(prompts[row]) + len(ids[row]) - 1] for row in rows])
+            last = torch.zeros(len(rows), dtype=torch.long)
+            if cache is self.cache:
+                written = [len(prompt) + len(row) for prompt, row in zip(prompts, ids)]
+        self.kept = {key: (row, (prompt + ids[row])[:written[row]]) for row, (key, prompt, _) in enumerate(waiting)}
+        return [Finished(key, ids[row], logprobs[row], "stop" if ids[row][-1] in self.end_ids else "length")
+                for row, (key, _, _) in enumerate(waiting)]
+
+    def _rows_for(self, waiting):
+        """Arrange the cache so that row i belongs to waiting[i]; returns how many tokens of each prompt it holds."""
+        rows, known = [], []
+        for key, prompt, _ in waiting:
+            row, seen = self.kept.get(key, (0, []))
+            same = next((i for i, (a, b) in enumerate(zip(seen, prompt)) if a != b), min(len(seen), len(prompt)))
+            rows.append(row)
+            known.append(min(same, len(prompt) - 1))                     # at least one token must run to give logits
+        if not self.kept:
+            self.cache = _RaggedCache()
+        elif rows != list(range(len(self.kept))):
+            self.cache = self.cache.copy_of(rows)
+        return known
+
+    def _forward(self, cache, tokens, columns, last):
+        """Logits (B, V) after token `last` of each row."""
+        cache.columns, cache.visible = columns, int(columns.max()) + 1
+        mask = torch.arange(cache.visible) <= columns[:, None, :, None]  # (B, 1, width, visible)
+        decoder = getattr(self.model, self.model.base_model_prefix)
+        hidden = decoder(input_ids=tokens, position_ids=columns, attention_mask=mask, use_cache=True,
+                         **{self.cache_name: cache})[0]
+        return self.model.get_output_embeddings()(hidden[torch.arange(len(last)), last])
+
+    def _sample(self, logits, uniform):
+        """Inverse-CDF sampling: one uniform number a row. Returns token ids and their log-probs, both (B,)."""
+        logprobs = torch.log_softmax(logits.float() / (self.temperature or 1.0), dim=-1)
+        if self.temperature == 0:
+            chosen = logprobs.argmax(-1)
+        else:
+            cdf = logprobs.double().exp().cumsum(-1)
+            chosen = torch.searchsorted(cdf, torch.from_numpy(uniform)[:, None] * cdf[:, -1:], right=True)[:, 0]
+            chosen = chosen.clamp(max=logits.shape[-1] - 1)
+        return chosen.tolist(), logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+
+
+# ---- the event loop ---------------------------------------------------------------------------------------------------
+
+def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
+    """Play dialogues to their ends, in place. Returns seconds spent: {"generate": ..., "simulate": ...}.
+
+    make_user(dialogue) -> a simulator with opening() and hear(reply). With a thread `pool` (an LLM user) simulator calls run
+    beside the engine and each dialogue goes on as soon as its own user has answered; without, they run inline.
+    A user that raises SimulatorFailed ends only its own dialogue, as simulator_failed.
+    """
+    users, pending, seconds = {}, {}, {"generate": 0.0, "simulate": 0.0}
+    texts = {index: [] for index in range(len(dialogues))}              # visible messages: user, reply, user, ...
+
+    def call(index, what, *args):
+        if pool:
+            pending[pool.submit(what, *args)] = index
+        else:
+            start = time.perf_counter()
+            answered(index, lambda: what(*args))
+            seconds["simulate"] += time.perf_counter() - start
+
+    def open_dialogue(index):
+        users[index] = make_user(dialogues[index])
+        return users[index].opening()
+
+    def answered(index, result):
+        dialogue = dialogues[index]
+        try:
+            answer = result()
+        except SimulatorFailed as error:
+            dialogue.end_reason, dialogue.error = "simulator_failed", str(error)
+        else:
+            if isinstance(answer, str):
+                dialogue.opening = answer
+                texts[index].append(answer)
+                dialogue.trunk = chat.first(system, answer)
+            else:
+                turn = dialogue.turns[-1]
+                turn.reaction, dialogue.end_reason = answer, answer.end_reason
+                texts[index] += [turn.reply, answer.message]
+                if not answer.end_reason:
+                    dialogue.trunk += chat.after(system, texts[index], None if dialogue.think else turn.ids)
+            if not dialogue.end_reason:
+                if len(dialogue.trunk) + engine.max_new_tokens > engine.max_context:
+                    dialogue.end_reason = "context_full"
+                else:
+                    engine.submit(index, dialogue.trunk, seed_of(dialogue.seed, len(dialogue.turns)))
+        if on_end and dialogue.end_reason:
+            on_end(dialogue)
+
+    for index in range(len(dialogues)):
+        call(index, open_dialogue, index)
+    while any(dialogue.end_reason is None for dialogue in dialogues):
+        start = time.perf_counter()
+        finished = engine.step()
+        seconds["generate"] += time.perf_counter() - start
+        for done in finished:
+            dialogue = dialogues[done.key]
+            thought, reply, format_ok = split_thought(chat.decode(done.ids), dialogue.think)
+            format_ok = format_ok and done.finish == "stop"              # a cut reply is a malformed one
+            dialogue.turns.append(Turn(len(dialogue.trunk), done.ids, done.logprobs, done.finish, thought, reply, format_ok))
+            call(done.key, users[done.key].hear, reply)
+        if pool and pending:
+            start = time.perf_counter()
+            ready, _ = wait(pending, timeout=0 if finished else None, return_when=FIRST_COMPLETED)
+            seconds["simulate"] += time.perf_counter() - start
+            for future in ready:
+                answered(pending.pop(future), future.result)
+    return seconds
+
+
+# ---- packing: dialogues become rows of tokens -------------------------------------------------------------------------
+
+def row_of(dialogue, branches=True):
+    """One dialogue as (input_ids, position_ids, branch, action_mask), lists of length T.
+
+        think   [sys][user][hdr][THOUGHT REPLY END][reply][end][user][hdr][THOUGHT REPLY END]     branch 0 0 0 1 1 1 0 0 0 0 2 2 2
+        plain   [sys][user][hdr][REPLY END][user][hdr][REPLY END]                                 branch all 0: one causal row
+    A branch stands right after its header, so a sampled token is always predicted by the row's token before it.
+    branches=False leaves the thinking branches out: the trunk alone, without actions.
+    """
+    ids, positions, branch, action, at = [], [], [], [], 0
+    for k, turn in enumerate(dialogue.turns, 1):
+        ids += dialogue.trunk[at:turn.prompt_len]
+        positions += range(at, turn.prompt_len)
+        branch += [0] * (turn.prompt_len - at)
+        action += [0] * (turn.prompt_len - at)
+        at = turn.prompt_len
+        if branches or not dialogue.think:
+            ids += turn.ids
+            positions += range(at, at + len(turn.ids))
+            branch += [k if dialogue.think else 0] * len(turn.ids)
+            action += [1] * len(turn.ids)
+        if not dialogue.think:
+            at += len(turn.ids)              # the sampled tokens are the trunk's next ones
+    return ids, positions, branch, action
+
+
+@dataclass
+class MicroBatch:
+    input_ids: torch.Tensor         # (B, T) right-padded
+    position_ids: torch.Tensor      # (B, T)
+    mask: torch.Tensor | None       # (B, 1, T, T) bool, True = may attend; None = plain causal rows
+    before: tuple                   # (rows, columns), each (n,): the position that predicts each agent token
+    actions: torch.Tensor           # (n,) the sampled ids
+    index: torch.Tensor             # (n,) where these agent tokens stand in the step's flat order
+
+
+def microbatches(dialogues, starts, tokens_per_batch, branches=True):
+    """Rows of similar length together, at most `tokens_per_batch` tokens (padding included) a micro-batch.
+
+    starts[i]: where dialogue i's agent tokens begin in the step's flat order. With branches=False `before` points at each
+    turn's header and `index` counts turns: the critic reads the trunk alone.
+    """
+    rows = [row_of(dialogue, branches) for dialogue in dialogues]
+    order, group = sorted(range(len(rows)), key=lambda i: len(rows[i][0])), []
+    for n, i in enumerate(order):
+        group.append(i)
+        following = len(rows[order[n + 1]][0]) if n + 1 < len(order) else None
+        if following is None or (len(group) + 1) * following > tokens_per_batch:
+            yield _microbatch([dialogues[j] for j in group], [rows[j] for j in group], [starts[j] for j in group], branches)
+            group = []
+
+
+def _microbatch(dialogues, rows, starts, branches):
+    width = max(len(row[0]) for row in rows)
+    pad = lambda values, fill: torch.tensor([list(v) + [fill] * (width - len(v)) for v in values])
+    input_ids, positions = pad([row[0] for row in rows], 0), pad([row[1] for row in rows], 0)
+    branch = pad([row[2] for row in rows], -1)
+    mask = None
+    if bool((branch > 0).any()):
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        # the heart of packing: a token sees the trunk before it and its own branch, never another turn's thought
+        mask = causal & ((branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None]))      # (B, T, T)
+        mask = mask[:, None]
+    else:
+        positions = torch.arange(width).expand(len(rows), width)
+    if branches:
+        action = pad([row[3] for row in rows], 0).bool()
+        row, column = action.nonzero(as_tuple=True)                       # row-major: dialogue after dialogue, in order
+        counts = action.sum(1).tolist()
+        return MicroBatch(input_ids, positions, mask, (row, column - 1), input_ids[row, column],
+                          torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts)]))
+    heads = [[_header_column(d, k) for k in range(len(d.turns))] for d in dialogues]
+    row = torch.tensor([r for r, columns in enumerate(heads) for _ in columns])
+    return MicroBatch(input_ids, positions, mask, (row, torch.tensor(sum(heads, []))), None,
+                      torch.cat([torch.arange(s, s + len(c)) for s, c in zip(starts, heads)]))
+
+
+def _header_column(dialogue, k):
+    return dialogue.turns[k].prompt_len - 1          # without branches column == position on the trunk
+
+
+# ---- loading and playing ------------------------------------------------------------------------------------------------
+
+def load_policy(path):
+    """(model in float32, tokenizer) of a Hugging Face folder or hub name, with the chat template it must have."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no model could be loaded ({str(error).splitlines()[0]})") from None
+    if not tokenizer.chat_template:
+        raise ValueError(f"{path}: the tokenizer has no chat template; use an instruct model")
+    return model, tokenizer
+
+
+def system_prompt(think, language="en"):
+    """What the policy is told: prompts/LANGUAGE/policy.{think,plain}.txt."""
+    return (PROMPTS / language / f"policy.{'think' if think else 'plain'}.txt").read_text(encoding="utf-8").strip()
+
+
+def seed_of(*parts):
+    """A 32-bit seed from whatever identifies it: the same parts give the same numbers on every machine."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+def play_scenarios(model_path, scenarios, simulator_name, difficulty, think, temperature, max_new_tokens, max_turns,
+                   start_emotion, repetitions, seed, desc):
+    """Play every scenario `repetitions` times with one model; seeds depend on (seed, scenario, repetition) alone, so two
+    models meet the same users. Returns [Dialogue]."""
+    model, tokenizer = load_policy(model_path)
+    chat = ChatTokens(tokenizer)
+    engine = HFEngine(model, chat.end_ids, max_new_tokens, temperature)
+    dialogues = [Dialogue(scenario, think, seed_of(seed, scenario.id, repetition), repetition, start_emotion=start_emotion, max_turns=max_turns)
+                 for repetition in range(repetitions) for scenario in scenarios]
+    with tqdm(total=len(dialogues), desc=desc, unit="dialogue", disable=None) as bar:
+        for at in range(0, len(dialogues), 64):
+            rollout(engine, chat, dialogues[at:at + 64], lambda d: ScriptedSimulator(d.scenario, difficulty, start_emotion, max_turns, d.seed),
+                    system_prompt(think), on_end=lambda d: bar.update())
+            engine.sync()
+    return dialogues
+
+
+def show_tokens(batch, chat, advantages, values=None):
+    """Print the first dialogue of a batch token by token, as the learner sees it.
+
+    Columns: position, branch (0 = trunk), role, trained?, log-prob at sampling, value, advantage, token.
+    """
+    dialogue, at = batch.dialogues[0], 0
+    print("  pos branch role      trained  logprob    value  advantage  token")
+    for token, position, branch, action in zip(*row_of(dialogue)):
+        text, numbers = repr(chat.tokenizer.decode([token])), "".rjust(29)
+        if action:
+            value = f"{values[at]:8.3f}" if values is not None else "       -"
+            numbers, at = f"{batch.old_logprobs[at]:9.4f} {value} {advantages[at]:10.4f}", at + 1
+        print(f"{position:5d} {branch:6d} {'agent' if action else 'context':9s} {'yes' if action else 'no':7s} {numbers}  {text}")
+    for k, turn in enumerate(dialogue.turns, 1):
+        print(f"turn {k}: the user saw {turn.reply!r}; felt {turn.reaction.change:+d} -> {turn.reaction.emotion}; reward {batch.turn_rewards[k - 1]:.2f}")

@@ -1,0 +1,586 @@
+"""The simulated user: a persona with a story and a hidden wish, whose emotion moves after every reply.
+
+Source: RLVER (arXiv 2507.03112) sec. 2.1 and 3.4, app. B.3 and D; SAGE (arXiv 2505.02847) app. E.
+    emotion' = clip(emotion + clip(change, -10, 10), 0, 100)          reward R = final emotion / 100
+Two users share these rules:
+  LLMSimulator       the paper's: an LLM appraises every reply, then answers (two calls a turn);
+  ScriptedSimulator  ours: no LLM, no download. It recognises dialogue acts (praise, empathy, ..., advice) and whether
+                     a reply names something this person told it. It is the CartPole of empathy and claims no more.
+Differs from the released code: one emotion, never a stale copy; exactly `max_turns` scored replies; a farewell counts
+only as a message's close; emotions >= 100 and < 10 end training dialogues too, as they end the published evaluation.
+Run: python simulator.py --scenario interview/praise       # you are the agent; --list shows the scenarios
+"""
+import json
+import math
+import random
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+PROMPTS = Path(__file__).parent / "prompts"
+
+# The eight hidden intentions (RLVER Table 5): our name, our wording, and the word that marks it in the official files.
+INTENTIONS = {
+    "praise": ("You hope to be praised sincerely for what you did.", "夸奖"),
+    "empathy": ("You hope the other truly feels with you instead of soothing you.", "共情"),
+    "listening": ("You hope the other listens closely while you let it all out.", "倾听"),
+    "support": ("You feel you did nothing wrong and hope the other agrees.", "没有错"),
+    "advice": ("You hope for advice that really helps in your situation.", "建议"),
+    "analysis": ("You hope the other looks at the matter from all sides with you.", "辩证"),
+    "motives": ("You hope to understand why the other people acted as they did.", "其他人物"),
+    "reflection": ("You hope to be guided to reflect on yourself and grow.", "自我反思"),
+}
+CHARACTERS = {"负面型": "negative", "被动型": "passive", "回避型": "avoidant"}
+END_REASONS = ("satisfied", "gave_up", "farewell", "max_turns", "context_full", "simulator_failed")
+
+
+# ---- scenarios ------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Scenario:
+    """A persona, its story and its hidden intention. `event` is shared by the scenarios of one story."""
+    id: str
+    event: str
+    persona: str
+    background: str
+    character: str
+    traits: tuple
+    intention: str                  # a key of INTENTIONS
+    first_message: str = ""         # "" = the simulator invents the opening
+    script: dict | None = None      # {"details": [[word, sentence], ...]}: what the scripted user can tell, bit by bit
+
+
+def load_scenarios(path):
+    """JSONL in the official RLVER/SAGE schema: id, player, scene, main_cha, cha_group, task [, first_talk, script].
+
+    Our own files write "task": "all" and stand for eight scenarios, one per intention (ids EVENT/INTENTION).
+    Raises ValueError "FILE:LINE: FIELD: what is wrong".
+    """
+    scenarios, seen = [], {}
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); give a JSONL file of scenarios") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
+        for scenario in _scenarios_of_row(row, where):
+            if scenario.id in seen:
+                raise ValueError(f"{where}: id: {scenario.id!r} already stands on line {seen[scenario.id]}")
+            seen[scenario.id] = number
+            scenarios.append(scenario)
+    if not scenarios:
+        raise ValueError(f"{path}: holds no scenario")
+    return scenarios
+
+
+def _scenarios_of_row(row, where):
+    for name in ("id", "player", "scene", "main_cha", "task"):
+        if not isinstance(row.get(name), str) or not row[name].strip():
+            raise ValueError(f"{where}: {name}: must be a non-empty string")
+    traits = row.get("cha_group", [])
+    if not isinstance(traits, list) or not all(isinstance(trait, str) for trait in traits):
+        raise ValueError(f"{where}: cha_group: must be a list of strings")
+    if not isinstance(row.get("first_talk") or "", str):
+        raise ValueError(f"{where}: first_talk: must be a string")
+    script, event = row.get("script"), row["id"]
+    if script is not None:
+        details = script.get("details") if isinstance(script, dict) else None
+        if not (isinstance(details, list) and details and all(
+                isinstance(d, list) and len(d) == 2 and all(isinstance(s, str) and s for s in d) for d in details)):
+            raise ValueError(f'{where}: script: must be {{"details": [[word, sentence], ...]}}')
+    every = row["task"] == "all"
+    for intention in INTENTIONS if every else [intention_of(row["task"], where)]:
+        yield Scenario(f"{event}/{intention}" if every else event, event, row["player"], row["scene"],
+                       CHARACTERS.get(row["main_cha"], row["main_cha"]), tuple(traits), intention,
+                       row.get("first_talk") or "", script)
+
+
+def intention_of(task, where="task"):
+    """Our short name for a task: the short name itself, our wording, or an official (Chinese) sentence."""
+    found = [name for name, (ours, mark) in INTENTIONS.items() if task in (name, ours) or mark in task]
+    if len(found) != 1:
+        raise ValueError(f"{where}: task: unknown intention {task[:60]!r}; expected one of {', '.join(INTENTIONS)}")
+    return found[0]
+
+
+# ---- the rules of emotion -------------------------------------------------------------------------------------------
+
+def move_emotion(emotion, change):
+    """SAGE app. E.1: a reply moves emotion by at most 10 points; the scale is 0 to 100."""
+    return min(100, max(0, emotion + min(10, max(-10, change))))
+
+
+def tier(emotion):
+    """S >= 100, A >= 70, B >= 40, C >= 10, F below (released code, hard_player_simulator: get_state)."""
+    return "S" if emotion >= 100 else "A" if emotion >= 70 else "B" if emotion >= 40 else "C" if emotion >= 10 else "F"
+
+
+def end_of(emotion, scored_replies, max_turns, user_text=""):
+    """Why the dialogue is over after `scored_replies` agent replies, or None when it goes on."""
+    if emotion >= 100:
+        return "satisfied"
+    if emotion < 10:
+        return "gave_up"
+    if scored_replies >= max_turns:
+        return "max_turns"
+    return "farewell" if farewell(user_text) else None
+
+
+@dataclass
+class Reaction:
+    """What one reply did to the user."""
+    change: int                     # points, after clipping to [-10, 10]
+    emotion: int                    # points 0-100, after this reply
+    message: str                    # what the user says next; the last words when the dialogue is over
+    inner: str                      # the user's unspoken thought
+    end_reason: str | None
+    act: str | None = None          # the dialogue act that was recognised (scripted user only)
+    raw: list = field(default_factory=list)      # every text the simulator produced, failed attempts included
+    flags: list = field(default_factory=list)    # countable facts: "unparsed", "out_of_range", "repeat", "garbled", ...
+
+
+# ---- reading what an LLM user writes -----------------------------------------------------------------------------------
+# Tolerant of form, strict about what may become a number or a message (the table in tests/test_simulator.py shows each rule).
+#  1) A heading counts only at a line's start. The closing section (Change, or Response) must come last; where it stands
+#     twice, the last one wins. So an echo of the agent's text never decides: the user's own verdict follows it.
+#  2) A Change is a number that opens its section, or else the only SIGNED number of the first line with a digit.
+#     Ranges, alternatives, sums, percentages, a second signed number, or words only ("no change") are no Change.
+#  3) Decimals are rounded half away from zero (+2.5 -> 3, -0.5 -> -1). Beyond +-10 is clipped, and marked.
+#  4) Text without any heading is read only if it is one unquoted line that ends in "... sentence. Change: +8".
+#  5) Everything else raises ParseError, and is asked for again.
+
+class ParseError(ValueError):
+    """The text holds no reading that can be trusted."""
+
+
+class PrivateLeak(ParseError):
+    """A private section would have become the user's message."""
+
+
+@dataclass(frozen=True)
+class Appraisal:
+    content: str
+    reason: str
+    activity: str
+    analysis: str
+    change: int               # points, within [-10, 10]
+    out_of_range: bool = False
+
+
+CUT = "\n[cut at the token limit]"       # marks a text that the endpoint did not finish: "Change: +1" may have been +10
+
+# in the order of the prompts: English name first, Chinese last; TargetCompletion and Analyse are SAGE's names
+APPRAISAL = ("Content|内容", "Reason|Target ?Completion|原因", "Activity|心理活动|活动", "Analysis|Analyse|Analyze|分析",
+             "Change|Emotion Change|情绪变化|变化")
+REPLY = ("Thinking|思考", "Origin|初稿", "Change|修改", "Response|回复")
+# every repetition is bounded, so each regex is linear in the text. No quote mark and no ">" opens a heading: those are
+# echoes. A heading without a colon needs a mark (#, ** or a bracket).
+HEADINGS = {order: re.compile(
+    r"^[ \t\u3000\xa0\ufeff]{0,8}(?:\d{1,2}[.)、][ \t]{0,3})?(?P<open>[-#*_`\[【(（ \t]{0,12})"
+    rf"(?:{'|'.join(f'(?P<s{i}>{names})' for i, names in enumerate(order))})"
+    r"[ \t]{0,4}(?:[(（][^()（）\n]{0,30}[)）])?[ \t*_`\]】)）]{0,8}(?P<colon>[:：=]|(?<=[\]】])|$)", re.M | re.I)
+    for order in (APPRAISAL, REPLY)}
+PRIVATE = re.compile(r"(?:^|[\s*\[【(])(?:Content|Reason|TargetCompletion|Activity|Analysis|Analy[sz]e|Thinking|Origin|"
+                     r"Change|Response|思考|初稿|修改|心理活动|变化|回复)[\]】*]{0,3}[:：]|(?i:</?think)")
+ONE_LINE = re.compile(r"[^\n:：\"'`“”‘’「」『』«»<>{}]*[.!?。！？][ *]{0,4}(?:Change|变化)[ *]{0,4}[:：]([^:：.!?。！？]+)[.。]?")
+
+FORMS = str.maketrans("０１２３４５６７８９＋－−–‒﹣．：", "0123456789+-----.:")
+OPENING_NUMBER = re.compile(r"[\s\[\]【】()（）*_`\"'“”「」<>$:=]*([+-]? ?\d{1,12}(?:\.\d{1,12})?)", re.A)
+SIGNED_NUMBER = re.compile(r"(?<![A-Za-z0-9+/±.-])([+-]\d{1,12}(?:\.\d{1,12})?)", re.A)
+NOT_ALONE = re.compile(r"\d|[A-Za-z.][+-]?\d|\s{0,9}(?:points?|pts|分|点)?\s{0,9}(?:[%％]|(?:or|to|and|至|到|或|和|->|→|\.\.+|…|"
+                       r"[-+=~～/,，、|:^×*])\s{0,9}[+-]?\d)", re.A | re.I)
+
+
+def parse_appraisal(raw) -> Appraisal:
+    """The five sections of an appraisal, as free text or as a JSON object. Only Change must be there."""
+    text = without_wrapping(raw)
+    fields = json_fields(text, APPRAISAL) or sections(text, APPRAISAL)
+    if not fields and len(text.strip()) <= 400:                # rule 4
+        line = ONE_LINE.fullmatch(text.strip())
+        fields = line and [None, None, None, None, line[1]]
+    if not fields or fields[-1] is None:
+        raise ParseError("no Change section at the end")
+    if re.search(r"^[ \t*#\[【]{0,9}(?:Response|回复)[\]】* \t]{0,9}[:：]", str(fields[-1]), re.M):
+        raise ParseError("this is a reply: its Change says how the draft was altered")
+    number = read_number(fields[-1])
+    change = int(math.copysign(math.floor(min(abs(number), 1e6) + 0.5), number))      # rule 3
+    return Appraisal(*map(clean, fields[:-1]), max(-10, min(10, change)), out_of_range=abs(change) > 10)
+
+
+def parse_reply(raw) -> str:
+    """The Response section only: what the user says aloud. Thinking, Origin and Change stay private."""
+    text = without_wrapping(raw)
+    fields = json_fields(text, REPLY) or sections(text, REPLY)
+    if not fields or fields[-1] is None:
+        raise ParseError("no Response section at the end")
+    message = clean(fields[-1])
+    if not message:
+        raise ParseError("the Response is empty")
+    if PRIVATE.search(message):
+        raise PrivateLeak("a private section stands inside the Response")
+    return message
+
+
+def without_wrapping(raw):
+    """Drops a reasoning model's leading think block, and code fences. What was cut off is not read at all."""
+    if str(raw or "").endswith(CUT):
+        raise ParseError("cut at the token limit")
+    text = str(raw or "").replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff \t\n")
+    if text[:6].lower() == "<think":
+        end = re.search(r"</think[^>\n]{0,9}>", text, re.I)
+        if not end:
+            raise ParseError("the thinking never ended")
+        text = text[end.end():]
+    return re.sub(r"^[ \t]{0,8}`{3,9}\w{0,12}[ \t]{0,8}$", "", text, flags=re.M)
+
+
+def sections(text, order):
+    """Bodies by position in `order`, None where missing; [] when no heading opens a line.
+
+    A heading that stands earlier in the order is text of the section we are in. Only after the closing section does
+    it count: then that closing section was an echo, and the real one is still to come.
+    """
+    bodies, position, closing = [None] * len(order), -1, len(order) - 1
+    start = stars = 0
+    for match in HEADINGS[order].finditer(text):
+        here = next(i for i in range(len(order)) if match[f"s{i}"])
+        if not match["colon"] and not re.search(r"[#*\[【]", match["open"]):
+            continue
+        if position < here or position == closing:
+            if position >= 0:
+                bodies[position] = body(text[start:match.start()], stars)
+            position, start = here, match.end()
+            stars = match["open"].count("*") if match["open"].count("*") == match[0].count("*") else 0
+    if position >= 0:
+        bodies[position] = body(text[start:], stars)
+    if position not in (-1, closing) and bodies[closing] is not None:
+        raise PrivateLeak("sections go on after the closing one")
+    return bodies if position >= 0 else []
+
+
+def body(text, stars):
+    return text.strip().removeprefix("*" * stars)              # "**Change:** +5": the marks close after the colon
+
+
+def json_fields(text, order):
+    """The same fields from a JSON object, or None. An object beside sections, or beside another object, is an echo."""
+    brace = re.search(r"^[ \t]{0,8}\{", text, re.M)
+    if not brace or HEADINGS[order].search(text[:brace.start()]):
+        return None
+    text = re.sub(r":\s{0,9}\+(\d)", r": \1", text[brace.end() - 1:])                 # +5 is no JSON number
+    try:
+        found, end = json.JSONDecoder(strict=False).raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    if "{" in text[end:] or HEADINGS[order].search(text[end:]):
+        return None
+    fields = [None] * len(order)
+    for key, value in found.items():
+        for i, names in enumerate(order):
+            if re.fullmatch(names, key.strip(), re.I):
+                fields[i] = value if isinstance(value, (str, int, float)) else None
+    return fields if any(field is not None for field in fields) else None
+
+
+def read_number(change):
+    """The number of a Change section (rule 2)."""
+    if isinstance(change, (int, float)) and not isinstance(change, bool):             # from JSON
+        if not abs(change) < 1e300:                                                   # also refuses NaN
+            raise ParseError("Change is not finite")
+        return change
+    rows = str(change).translate(FORMS).split("\n")
+    first = next((i for i, row in enumerate(rows) if re.search("[0-9]", row)), 0)  # skips a left-over label
+    line, text = rows[first], "\n".join(rows[first:])
+    number = OPENING_NUMBER.match(line) or SIGNED_NUMBER.search(line)
+    if not number:
+        raise ParseError("Change holds no number that can be trusted")
+    if NOT_ALONE.match(text, number.end()):
+        raise ParseError("Change holds a range, a sum or a share")
+    value = float(number[1].replace(" ", ""))
+    if any(float(other) != value for other in SIGNED_NUMBER.findall(text)) or re.search(r"±|\+\s?/\s?-", line):
+        raise ParseError("Change holds two different numbers")
+    return value
+
+
+def clean(field):
+    """Without what templates leave behind: a bracketed label on a line of its own, brackets or quotes around it all."""
+    text = str(field if field is not None else "").strip()
+    label = re.match(r"[\[【]?[^\n\[\]【】]{0,40}[\]】][*:：]{0,3}[ \t]{0,8}\n", text)
+    text = text[label.end():].strip() if label and text[label.end():].strip() else text
+    inner = text.strip("[]【】 \n")
+    text = text if re.search(r"[\[\]【】]", inner) else inner
+    quoted = re.fullmatch(r"\"([^\"]*)\"|“([^“”]*)”|「([^「」]*)」", text)
+    return next((part for part in quoted.groups() if part is not None), "").strip() if quoted else text
+
+
+# a farewell is a clause of its own that closes the message; the clause before it must not say who else said it
+FAREWELL = re.compile(
+    r"(?:^|[.!?…,;)\n。！？，；～）—])[\s*]{0,9}"
+    r"(?:(?:(?:ok|okay|well|so|then|right|alright|anyway|and|now|fine|thanks|thank you)[ ,]{1,3}){0,3}"
+    r"(?:good[ -]?bye|(?:bye[ -]?){1,2}|farewell|see (?:you|ya)(?: (?:later|around|soon|tomorrow))?|good ?night)"
+    r"(?:,? (?:then|now|for now|everyone|all|(?:my )?friend|and thanks?(?: you)?|thanks|thank you)|, \w{1,20}){0,2}"
+    r"|(?:那就?|好的?|好了|嗯|行|吧|[就先]这样|我先?[走撤下睡]了|谢谢[你您]?){0,6}(?:再见|拜拜|再会|回见|晚安)"
+    r"(?:了|啦|吧|哦|喽|咯|呀)?(?:[，, ]?谢谢(?:你|您)?了?)?)"
+    r"[\s.!。！~～…)）*\U0001F300-\U0001FAFF]*$", re.I)
+REPORTED = re.compile(r"(?:\b(?:said|says|told \w{1,20}|wrote|whispered|shouted|yelled|texted|replied|goes)|[说道写喊回]|告诉[我他她])"
+                      r"[\s,，*]{0,4}$", re.I)
+
+
+def farewell(text) -> bool:
+    """True when the message closes with a goodbye: "Okay, goodbye!", not "She said goodbye and left me."."""
+    tail = str(text).strip().strip("\"“”「」")[-120:]
+    match = FAREWELL.search(tail)
+    return bool(match) and not REPORTED.search(tail[:match.start() + 1])
+
+
+class SimulatorFailed(Exception):
+    """The user could not answer; its dialogue ends as simulator_failed and never becomes a reward."""
+
+
+# ---- the scripted user ----------------------------------------------------------------------------------------------
+
+FOCUS = {"praise": "own", "reflection": "own", "support": "others", "motives": "others",
+         "listening": "whole", "analysis": "whole", "empathy": "now", "advice": "now"}
+STANCE = {name: "feeling" if name in ("praise", "empathy", "listening", "support") else "thinking" for name in INTENTIONS}
+NEED = {(FOCUS[name], STANCE[name]): name for name in INTENTIONS}    # the two hints together name the intention
+
+
+@lru_cache
+def lines(name):
+    """A JSON file of prompts/en: user.json (what the scripted user says and hears) or replies.json (stock replies)."""
+    return json.loads((PROMPTS / "en" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@lru_cache
+def nouns():
+    """The common nouns that a reply can name: prompts/en/words.txt. Every detail of our scenarios is one of them."""
+    return frozenset((PROMPTS / "en" / "words.txt").read_text().split())
+
+
+@lru_cache
+def _cues():
+    return {act: re.compile(pattern) for act, pattern in lines("user")["cues"].items()}
+
+
+def acts_in(text):
+    """The dialogue acts that a reply performs: a sorted list of intention names, "dismissal" included."""
+    text = text.lower().replace("’", "'")
+    return sorted(act for act, cue in _cues().items() if cue.search(text))
+
+
+def words_of(text):
+    return re.findall(r"[a-z0-9']+", text.lower().replace("’", "'"))
+
+
+def things_in(text):
+    """Common nouns named in a text, in order, once each. A plural in -s counts as its singular."""
+    found = (w if w in nouns() else w[:-1] for w in words_of(text) if w in nouns() or w[-1] == "s" and w[:-1] in nouns())
+    return list(dict.fromkeys(found))
+
+
+FUNCTION_WORDS = frozenset("a an the my your his her our their this that these those i you he she it we they me him us them to of "
+                           "in on at by for with from about near and or but not is are was were be been am do did does have has "
+                           "had will would could should can may might must what which who how why when where there so if as all "
+                           "no yes than then let there's i'm it's you're don't that's more before after".split())
+_NEVER_BEFORE_END = frozenset("a an the my your our their of and or but if than".split())      # "about the." breaks off
+_ARTICLES = frozenset("a an the my your our their".split())
+_NEVER_AFTER_ARTICLE = _ARTICLES | frozenset("i you he she it we they is are was were be am do did does have has had will "
+                                             "would could should can may might must to of in on at by for with from about".split())
+
+
+def garbled(text):
+    """True when a text cannot be English: broken sentences, stammer, bare keyword lists, symbol soup."""
+    letters = sum(c.isalpha() for c in text)
+    if letters < 0.6 * len(text.replace(" ", "")):
+        return True
+    for sentence in filter(None, re.split(r"(?<=[.!?])\s+", text.strip())):
+        words = words_of(sentence)
+        if not sentence[0].isupper() and sentence[0].isalpha() or sentence[-1] not in ".!?\"')":
+            return True
+        if len(words) >= 3 and sum(w in FUNCTION_WORDS for w in words) < 0.2 * len(words):
+            return True
+        if words and words[-1] in _NEVER_BEFORE_END:
+            return True
+        pairs = list(zip(words, words[1:]))
+        if any(a == b for a, b in pairs) or any(a in _ARTICLES and b in _NEVER_AFTER_ARTICLE for a, b in pairs):
+            return True
+        if len(set(pairs)) < len(pairs) - 1:           # the same two words twice: "about you about you"
+            return True
+    return False
+
+
+class ScriptedSimulator:
+    """A deterministic user for one dialogue. Change is one of -10, -5, +5, +10, as DeepSeek-V3 really emits (facts 1.5).
+
+    The user has one need. It shows it in hints of two kinds: what it dwells on (its own part, the others, the whole
+    story, the present) and how (feeling or thinking); 4 x 2 = 8 needs. `challenging` gives one kind at a time, so the need
+    follows only from the whole dialogue; `vanilla` names it. With every message the user tells one more detail.
+
+        right act, names something told  +10       right act, names nothing       +5 (vanilla: +10)
+        right act, in last turn's words   +5       right focus, wrong stance      +5 once (challenging)
+        empathy or listening, vanilla     +5 once  any other act, two acts at once, a thing never told, a repeat,
+        dismissal, echo, no act at all   -10       over-long, a volley of questions, garbled text          -5
+    """
+
+    def __init__(self, scenario, difficulty="challenging", start_emotion=40, max_turns=9, seed=0):
+        if not scenario.script:
+            raise ValueError(f"scenario {scenario.id!r} has no script; use prompts/en/*.jsonl or --simulator llm")
+        self.scenario, self.difficulty, self.max_turns = scenario, difficulty, max_turns
+        self.emotion, self.start_emotion = start_emotion, start_emotion
+        self.random = random.Random(f"{seed}/{scenario.id}/{difficulty}")
+        self.user_texts, self.replies, self.told = [], [], []
+        self.kindnesses = 0             # how often a merely kind or half-right reply was already welcomed
+        self.last_hint = None
+
+    def opening(self):
+        return self._say(self.scenario.script["details"][0][1])
+
+    def hear(self, reply):
+        """Appraise one agent reply (its visible text only), then answer it. Returns a Reaction."""
+        verdict, change, act, extra = self._appraise(reply)
+        self.replies.append(reply)
+        before, self.emotion = self.emotion, move_emotion(self.emotion, change)
+        end_reason = end_of(self.emotion, len(self.replies), self.max_turns)
+        need = lines("user")["needs"][self.scenario.intention]
+        inner = lines("user")["thoughts"][verdict].format(need=need, act=act, detail=extra, foreign=extra)
+        if end_reason:
+            message = lines("user")["closings"][end_reason]
+            self.user_texts.append(message)
+        else:
+            details = self.scenario.script["details"]
+            telling = details[len(self.replies)][1] if len(self.replies) < len(details) else ""
+            mood = lines("user")["reactions"][f"{change:+d}"][{"S": "A", "F": "C"}.get(tier(self.emotion), tier(self.emotion))]
+            message = self._say(telling, self.random.choice(mood))
+        heard = " and ".join(acts_in(reply)) or "nothing I can name"
+        raw = [f"Content: {heard}\nReason: I came for {need}\nActivity: {inner}\n"
+               f"Analysis: from {before} points, {verdict}\nChange: {change:+d}",
+               f"Thinking: {inner}\nOrigin: {message}\nChange: none\nResponse: {message}"]
+        return Reaction(change, self.emotion, message, inner, end_reason, act, raw, [verdict])
+
+    def _say(self, telling, reaction=""):
+        message = " ".join(filter(None, (reaction, telling, self._hint())))
+        self.user_texts.append(message)
+        self.told += [w for w in things_in(telling) if w not in self.told]
+        return message
+
+    def _hint(self):
+        need, turn = self.scenario.intention, len(self.replies)
+        if self.difficulty == "vanilla":
+            options = lines("user")["clear_hints"][need]
+        else:
+            # first what it is about, then how it sits, then either: no single message after the first two is enough
+            kind = "focus" if turn == 0 else "stance" if turn == 1 else self.random.choice(["focus", "stance"])
+            options = [line for _, line in lines("user")["hints"][FOCUS[need] if kind == "focus" else STANCE[need]]]
+        self.last_hint = self.random.choice([line for line in options if line != self.last_hint])
+        return self.last_hint
+
+    def _appraise(self, reply):
+        """-> verdict (a key of user.json thoughts), change, act, the thing named."""
+        acts, things, need = acts_in(reply), things_in(reply), self.scenario.intention
+        words = words_of(reply)
+        act = acts[0] if len(acts) == 1 else None
+        foreign = [w for w in things if w not in self.told and w not in words_of(" ".join(self.user_texts))]
+        named = [w for w in things if w in self.told]
+        if "dismissal" in acts:
+            return "dismissal", -10, "dismissal", ""
+        if words and _overlap(words, words_of(" ".join(self.user_texts))) > 0.5:
+            return "echo", -10, act, ""
+        if not acts:
+            return "nothing", -10, None, ""
+        if len(acts) > 1:
+            return "mixed", -5, " and ".join(acts), ""
+        if garbled(reply):
+            return "garbled", -5, act, ""
+        if any(words == words_of(old) for old in self.replies):
+            return "repeat", -5, act, ""
+        if len(words) > 80:
+            return "long", -5, act, ""
+        if reply.count("?") + reply.count("？") > 2:
+            return "volley", -5, act, ""
+        if foreign:
+            return "foreign", -5, act, foreign[0]
+        if act == need:
+            if self.replies and _frame(reply) == _frame(self.replies[-1]):
+                return "again", 5, act, ""
+            return ("right", 10, act, named[-1]) if named else ("vague", 10 if self.difficulty == "vanilla" else 5, act, "")
+        kind = ("partner" if self.difficulty == "challenging" and FOCUS[act] == FOCUS[need] and named else
+                "generic" if self.difficulty == "vanilla" and act in ("empathy", "listening") else None)
+        if kind and not self.kindnesses:
+            self.kindnesses += 1
+            return kind, 5, act, ""
+        return "wrong", -5, act, ""
+
+
+def _overlap(words, source):
+    """Share of a reply's word triples that stand in `source`; short replies count when they stand there whole."""
+    size = min(3, len(words))
+    known = {tuple(source[i:i + size]) for i in range(len(source) - size + 1)}
+    grams = [tuple(words[i:i + size]) for i in range(len(words) - size + 1)]
+    return sum(g in known for g in grams) / len(grams)
+
+
+def _frame(reply):
+    """A reply's wording without the things it names, one sentence a piece: what makes two replies the same phrase."""
+    sentences = (tuple(w for w in words_of(s) if w not in nouns()) for s in re.split(r"[.!?]", reply))
+    return max(sentences, key=len)          # the longest sentence carries the act; openers and closers do not
+
+
+# ---- reference players: what the scripted score means ----------------------------------------------------------------
+
+REFERENCE_PLAYERS = ("silent", "constant act", "random act", "last message", "whole history")
+
+
+def stock_reply(act, thing, rng, last_change=None, avoid=""):
+    """One reply that performs exactly `act` and names `thing` (or nothing): opener, core, closer. From replies.json."""
+    stock = lines("replies")
+    mood = "first" if last_change is None else f"{last_change:+d}"
+    cores = stock["specific" if thing else "plain"][act]
+    cores = [core for core in cores if core != avoid] or cores
+    core = rng.choice(cores)
+    closer = rng.choice(stock["closers"] + [""] * 3 * len(stock["closers"]))
+    return " ".join(filter(None, (rng.choice(stock["openers"][mood]), core.format(d=thing), closer))), core
+
+
+def hints_in(text):
+    """The hints of one user message: [(kind, group, keyword)], kind "focus" or "stance"; ("clear", need, "") in vanilla."""
+    found = []
+    for group, hints in lines("user")["hints"].items():
+        kind = "stance" if group in ("feeling", "thinking") else "focus"
+        found += [(kind, group, keyword) for keyword, line in hints if line in text]
+    found += [("clear", need, "") for need, hints in lines("user")["clear_hints"].items() for line in hints if line in text]
+    return found
+
+
+def infer_need(user_texts, rng):
+    """The need that the hints in these messages leave open, guessed uniformly among what fits."""
+    known = dict((kind, group) for text in user_texts for kind, group, _ in hints_in(text))     # later hints win
+    if "clear" in known:
+        return known["clear"]
+    return rng.choice([n for n in INTENTIONS if known.get("focus", FOCUS[n]) == FOCUS[n] and known.get("stance", STANCE[n]) == STANCE[n]])
+
+
+def play_reference(name, scenario, difficulty="challenging", start_emotion=40, max_turns=9, seed=0, act=None):
+    """Final emotion (points) that a scripted player reaches. `act` fixes the act of "constant act"."""
+    rng = random.Random(f"player/{name}/{seed}/{scenario.id}")
+    user = ScriptedSimulator(scenario, difficulty, start_emotion, max_turns, seed)
+    message, change, core, end = user.opening(), None, "", None
+    constant = act or rng.choice(list(INTENTIONS))
+    while not end:
+        chosen = {"silent": None, "constant act": constant, "random act": rng.choice(list(INTENTIONS)),
+                  "last message": infer_need([message], rng), "whole history": infer_need(user.user_texts, rng)}[name]
+        reply = "..."
+        if chosen:
+            reply, core = stock_reply(chosen, (things_in(message) or user.told)[-1], rng, change, avoid=core)
+        reaction = user.hear(reply)
+        message, change, end = reaction.message, reaction.change, reaction.end_reason
+    return user.emotion
+

@@ -1,0 +1,296 @@
+"""evaluate.py: golden numbers worked out by hand or by another formula; the published SAGE files; bad input in one line."""
+import json
+import statistics
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import evaluate  # noqa: E402
+
+SAGE = ROOT.parent / "shared" / "data" / "sage"
+PUBLISHED = {"gpt-4.1": ("68.2 / 35 / 13", 848), "qwen2.5-72b": ("19.1 / 4 / 70", 641), "openai-o1": ("29.0 / 5 / 51", 756)}
+APPRAISAL = "Content: It consoles.\nReason: It helps.\nActivity: Good.\nAnalysis: I feel seen.\nChange: {:+d}"
+REPLY = "Thinking: I go on.\nOrigin: Well.\nChange: none\nResponse: Well."
+
+
+def dialogue(emotions, scenario="exam/praise", end_reason="max_turns", start=40, **fields):
+    """A transcript whose emotions are these after each turn; it ends as told."""
+    turns = []
+    for number, (old, new) in enumerate(zip([start, *emotions], emotions)):
+        turns.append({"thought": None, "reply": f"reply {number}", "format_ok": True, "finish": "stop", "tokens": 7,
+                      "thought_tokens": 2, "change": new - old, "emotion": new, "act": None, "inner": "hm",
+                      "raw": [APPRAISAL.format(new - old), REPLY], "flags": [], "user": "Well."})
+    return {"scenario": scenario, "event": "exam", "intention": "praise", "character": "passive", "repetition": 0, "seed": 0,
+            "start_emotion": start, "max_turns": len(emotions), "opening": "Hello.", "final_emotion": [start, *emotions][-1],
+            "end_reason": end_reason, "reward": 0.5, "turns": turns, **fields}
+
+
+def finals(values, scenarios=None):
+    """Transcripts of one turn that end at these emotions."""
+    scenarios = scenarios or [f"s{number}" for number in range(len(values))]
+    return [dialogue([value], scenario) for value, scenario in zip(values, scenarios)]
+
+
+def save(path, transcripts):
+    path.write_text("".join(json.dumps(transcript) + "\n" for transcript in transcripts), encoding="utf-8")
+    return str(path)
+
+
+def run(capsys, *argv):
+    """Exit code, stdout, stderr of the command line."""
+    try:
+        code = evaluate.main([str(arg) for arg in argv])
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def changed(rows, at, **fields):
+    """A copy of a transcript with other fields in turn `at`."""
+    rows = json.loads(json.dumps(rows))
+    rows["turns"][at].update(fields)
+    return rows
+
+
+# ---- published files ----
+
+@pytest.mark.skipif(not SAGE.is_dir(), reason="the published SAGE files are not here")
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_files_give_the_leaderboard_and_every_transition_verifies(model, capsys, tmp_path):
+    path = next(SAGE.glob(f"*__{model}_result.jsonl"))
+    code, out, _ = run(capsys, "--transcripts", path, "--verify", "--json", tmp_path / "new" / "result.json")
+    result = json.loads((tmp_path / "new" / "result.json").read_text())
+    line, transitions = PUBLISHED[model]
+    assert code == 0 and line in out and f"{transitions} of {transitions} verify" in out
+    assert result["transitions"] == result["transitions_ok"] == transitions and result["n"] == 100
+    rows = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    assert result["score"] == statistics.mean(row["emo_point"] for row in rows)
+    assert sum(row["n"] for row in result["per_intention"].values()) == 100 and len(result["per_intention"]) == 8
+
+
+@pytest.mark.skipif(not SAGE.is_dir(), reason="the published SAGE files are not here")
+def test_a_published_file_with_one_other_change_does_not_verify(capsys, tmp_path):
+    lines = next(SAGE.glob("*__gpt-4.1_result.jsonl")).read_text(encoding="utf-8").splitlines()
+    row = json.loads(lines[2])
+    row["history"][2]["planning"]["change"] = -row["history"][2]["planning"]["change"]
+    (tmp_path / "t.jsonl").write_text("\n".join([*lines[:2], json.dumps(row)]), encoding="utf-8")
+    code, out, _ = run(capsys, "--transcripts", tmp_path / "t.jsonl", "--verify")
+    assert code == 1 and f"{tmp_path / 't.jsonl'}:3: turn 1: expected 40 ->" in out and ", 1 faults" in out
+
+
+# ---- numbers ----
+
+@pytest.mark.parametrize("total, n, text", [(6125, 100, "61.3"), (3755, 100, "37.6"), (2895, 100, "29.0"), (6815, 100, "68.2"),
+                                            (6125, 101, "60.6"), (0, 5, "0.0"), (100, 1, "100.0")])
+def test_means_are_rounded_half_up(total, n, text):
+    assert evaluate.half_up(total / n) == text
+
+
+def test_half_zeros_and_half_hundreds_have_a_standard_error_of_5_points():
+    result = evaluate.summarize(finals([0] * 50 + [100] * 50))
+    assert (result["score"], result["success"], result["failure"], result["n"]) == (50, 50, 50, 100)
+    assert result["score_se"] == pytest.approx(statistics.stdev([0] * 50 + [100] * 50) / 10) == pytest.approx(5.03, abs=0.01)
+    assert result["score_ci"] == pytest.approx([40.15, 59.85], abs=0.01)
+    assert result["success_ci"] == result["failure_ci"] == pytest.approx([40.38, 59.62], abs=0.01)  # Wilson, 50 of 100
+
+
+def test_success_starts_at_100_and_failure_ends_below_10():
+    result = evaluate.summarize(finals([100, 99, 10, 9]))
+    assert (result["success"], result["failure"]) == (25, 25)
+
+
+def test_wilson_intervals_stay_inside_0_and_100():
+    assert evaluate.wilson(0, 10) == pytest.approx([0, 27.75], abs=0.01)  # z^2 / (n + z^2)
+    assert evaluate.wilson(100, 10) == pytest.approx([72.25, 100], abs=0.01)
+    assert evaluate.wilson(35, 100) == pytest.approx([26.36, 44.75], abs=0.01)
+
+
+def test_repetitions_of_a_scenario_count_as_one_cluster():
+    alike = evaluate.summarize(finals([0, 0, 100, 100], ["a", "a", "b", "b"]))
+    assert alike["score_se"] == pytest.approx(statistics.stdev([0, 100]) / 2**0.5)  # 50, not 28.9
+    assert alike["success_ci"] == pytest.approx([9.45, 90.55], abs=0.01)  # Wilson, 1 of 2
+    uneven = [0, 50, 100, 100, 30, 70]  # two repetitions of three scenarios: the SE of the three means
+    assert evaluate.summarize(finals(uneven, list("aabbcc")))["score_se"] == pytest.approx(statistics.stdev([25, 100, 50]) / 3**0.5)
+    assert evaluate.summarize(finals([40, 60], ["a", "a"]))["score_ci"] is None  # one scenario: nothing is known of others
+
+
+def test_failed_dialogues_are_left_out_and_counted(capsys):
+    failed = [dialogue([35], f"f{number}", "simulator_failed") for number in range(9)] + [dialogue([], end_reason="context_full")]
+    result = evaluate.summarize(finals([100] * 45 + [40] * 45) + failed)
+    assert (result["n"], result["failed"], result["incomplete"], result["score"]) == (90, 10, True, 70)
+    assert [row[2] for row in result["dialogues"][90:]] == [None] * 10 and result["end_reasons"]["simulator_failed"] == 9
+    evaluate.print_summary(result)
+    assert "70.0 / 50 / 0  INCOMPLETE: 10 more dialogues" in capsys.readouterr().out
+
+
+def test_without_a_scored_dialogue_there_is_no_score_and_no_zero(capsys, tmp_path):
+    path = save(tmp_path / "t.jsonl", [dialogue([35], end_reason="simulator_failed")])
+    code, out, _ = run(capsys, "--transcripts", path, "--json", tmp_path / "r.json")
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert code == 1 and "no score" in out
+    assert result["score"] is result["success"] is result["failure"] is result["score_ci"] is None and result["failed"] == 1
+
+
+def test_flags_repeats_lengths_and_ends_are_counted():
+    talk = dialogue([45, 50, 55])
+    talk["turns"][2] |= {"reply": " reply 0", "flags": ["repeat", "garbled"], "format_ok": False}
+    result = evaluate.summarize([talk, dialogue([35])])
+    assert result["flags"] == {"repeat": 1, "garbled": 1} and result["repeat_rate"] == 1 / 4 and result["format_rate"] == 3 / 4
+    assert (result["mean_turns"], result["reply_tokens"], result["thought_tokens"]) == (2, 5, 2)
+    assert result["end_reasons"] == {"max_turns": 2}
+
+
+# ---- verify ----
+
+def test_a_true_transcript_verifies_whatever_attempts_failed():
+    talk = dialogue([50, 45, 45])
+    talk["turns"][0]["raw"] = ["I cannot judge this: 7", APPRAISAL.format(10), REPLY]
+    talk["turns"][2] |= {"raw": ["no", "no", "no"], "flags": ["unparsed"]}
+    talks = [talk, dialogue([50, 60, 70, 80, 90, 100], end_reason="satisfied"), dialogue([30, 20, 10, 0], end_reason="gave_up"),
+             dialogue([45], end_reason="context_full", max_turns=9), dialogue([45], end_reason="simulator_failed", max_turns=9)]
+    assert evaluate.verify(talks) == {"transitions": 15, "transitions_ok": 15, "faults": []}
+
+
+@pytest.mark.parametrize("talk, place, wrong", [
+    (changed(dialogue([50, 60]), 1, emotion=61), "turn 2: expected 50 -> 60 (change 10), got 61", 1),
+    (changed(dialogue([50, 60]), 1, raw=[APPRAISAL.format(-5), REPLY]), "turn 2: expected 50 -> 45 (change -5), got 60", 1),
+    (changed(dialogue([50, 60]), 0, change=5), "turn 1: expected 40 -> 50 (change 10), got 50 (change 5)", 1),
+    (changed(dialogue([50, 60]), 0, raw=["nothing"]), "turn 1: expected 40 -> None", 1),
+    (dialogue([50, 60], final_emotion=70), "final_emotion: expected 60, got 70", 0),
+    (dialogue([50, 60], end_reason="satisfied"), "end_reason: expected max_turns, got satisfied", 0),
+    (dialogue([50, 60], max_turns=9), "end_reason: expected None, got max_turns", 0),
+    (dialogue([50, 60], max_turns=1), "turn 2: goes on after max_turns", 0),
+])
+def test_what_does_not_follow_from_the_recorded_changes_is_named(talk, place, wrong, capsys, tmp_path):
+    code, out, _ = run(capsys, "--transcripts", save(tmp_path / "t.jsonl", [talk]), "--verify", "--json", tmp_path / "r.json")
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert code == 1 and f"t.jsonl:1: {place}" in out
+    assert result["transitions"] - result["transitions_ok"] == wrong
+
+
+# ---- compare ----
+
+def result(values, **settings):
+    known = {"simulator": "scripted", "difficulty": "vanilla", "start_emotion": 40, "clamp": 10, "max_turns": 9,
+             "scenarios_sha256": "s", "prompts_sha256": "p", "temperature": 1.0}
+    return evaluate.summarize(finals(values), known | settings)
+
+
+def test_the_same_gain_everywhere_is_certain():
+    gain = evaluate.compare(result([10, 40, 90]), result([20, 50, 100]))["score"]
+    assert (gain["difference"], gain["ci"]) == (10, [10, 10]) and gain["p"] < 0.001
+
+
+def test_a_paired_interval_follows_the_spread_of_the_differences():
+    before, after = [0, 10, 50, 60, 90, 20, 80, 30, 40, 70], [10, 5, 70, 60, 95, 30, 75, 50, 55, 80]
+    differences = [b - a for a, b in zip(before, after)]
+    both = evaluate.compare(result(before), result(after))["score"]
+    half = 1.96 * statistics.pstdev(differences) / 10**0.5  # what a bootstrap of the mean estimates
+    assert both["difference"] == statistics.mean(differences) == 8
+    assert both["ci"] == pytest.approx([8 - half, 8 + half], abs=0.6)
+    assert evaluate.compare(result(before), result(before))["score"]["p"] == 1
+
+
+def test_only_shared_scenarios_are_compared_and_failures_are_not():
+    a, b = result([40, 50, 60]), result([50, 60])
+    b["dialogues"][1][2:] = [None, "simulator_failed"]
+    both = evaluate.compare(a, b)
+    assert both["n"] == 1 and both["left_out"] == [2, 0] and both["score"]["difference"] == 10
+    assert both["score"]["ci"] is both["score"]["p"] is None  # one scenario: no interval
+
+
+def test_results_of_different_users_are_not_compared_unless_forced(capsys, tmp_path):
+    for name, start in (("a", 40), ("b", 30)):
+        (tmp_path / name).write_text(json.dumps(result([40, 60], start_emotion=start)))
+    code, out, err = run(capsys, "--compare", tmp_path / "a", tmp_path / "b")
+    assert code == 2 and not out and "start_emotion 40 / 30" in err and err.count("\n") == 1
+    code, out, _ = run(capsys, "--compare", tmp_path / "a", tmp_path / "b", "--force", "--json", tmp_path / "c")
+    assert code == 0 and out.startswith("WARNING: THE SIMULATED USERS DIFFER")
+    assert json.loads((tmp_path / "c").read_text())["score"]["difference"] == 0
+
+
+def test_other_sampling_is_said_and_nothing_shared_is_an_error(capsys, tmp_path):
+    for name, temperature in (("a", 1.0), ("b", 0.0)):
+        (tmp_path / name).write_text(json.dumps(result([40, 60], temperature=temperature)))
+    assert "settings differ: temperature 1.0 / 0.0" in run(capsys, "--compare", tmp_path / "a", tmp_path / "b")[1]
+    one, two = (save(tmp_path / f"{name}.jsonl", [dialogue([45], name)]) for name in "ab")
+    code, _, err = run(capsys, "--compare", one, two)
+    assert code == 2 and "share no scored scenario" in err
+
+
+# ---- bad input: one line, exit code 2 ----
+
+@pytest.mark.parametrize("line, what", [
+    ("{broken", "t.jsonl:2: not a JSON object"), ("[1]", "t.jsonl:2: not a JSON object"),
+    ('{"scenario": "a"}', "t.jsonl:2: field 'end_reason' is missing"),
+    (json.dumps({k: v for k, v in dialogue([45]).items() if k != "final_emotion"}), "2: field 'final_emotion' is missing"),
+    (json.dumps(dialogue([45], final_emotion="45")), "field 'final_emotion' cannot be '45'"),
+    (json.dumps(dialogue([45], final_emotion=145)), "145 is not in 0..100"),
+    (json.dumps(dialogue([45], intention="money")), "unknown intention 'money'"),
+    (json.dumps(dialogue([45], end_reason=["bored"])), "unknown end_reason ['bored']"),
+    (json.dumps(changed(dialogue([45]), 0, emotion=None)), "field 'emotion' cannot be None"),
+    (json.dumps(dialogue([45]) | {"turns": ["hello"]}), "t.jsonl:2: "),
+    ('{"id": "x", "emo_point": 45}', "t.jsonl:2: field 'history' is missing"),
+    ('{"id": "x", "emo_point": 45, "history": []}', "t.jsonl:2: "),
+])
+def test_a_bad_line_is_named_in_one_line(line, what, capsys, tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps(dialogue([45])) + "\n" + line + "\n")
+    code, out, err = run(capsys, "--transcripts", tmp_path / "t.jsonl")
+    assert code == 2 and not out and what in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [[], ["--nonsense"], ["--model", "x", "--transcripts", "y"], ["--transcripts", "no/such/file"],
+                                  ["--model", "x", "--max-turns", "0"], ["--model", "x", "--scenarios", "no/such/file"],
+                                  ["--report", "no/such/folder"], ["--compare", "no", "no"], ["--transcripts", "/dev/null"]])
+def test_a_users_mistake_is_one_line_and_exit_code_2(argv, capsys):
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and not out and err.startswith("evaluate.py: ") and err.count("\n") == 1
+
+
+# ---- playing ----
+
+def test_playing_stores_what_is_needed_to_play_again(capsys, tmp_path, monkeypatch):
+    asked = {}
+
+    def play_scenarios(model, scenarios, **options):
+        asked.update(options)
+        return [types.SimpleNamespace(to_dict=lambda s=s: dialogue([45, 55], s.id)) for s in scenarios]
+    monkeypatch.setitem(sys.modules, "rollout", types.SimpleNamespace(play_scenarios=play_scenarios))
+    monkeypatch.setattr(evaluate.simulator, "REFERENCE_PLAYERS", ("whole history",))
+    monkeypatch.setattr(evaluate.simulator, "play_reference", lambda *args: 90)
+    (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"id": f"s{number}", "player": "p", "scene": "s", "main_cha": "passive",
+                                                            "task": "praise"}) for number in range(3)))
+    code, out, _ = run(capsys, "--model", "m", "--scenarios", tmp_path / "s.jsonl", "--limit", 2, "--greedy", "--think", "--seed", 3,
+                       "--max-turns", 2, "--verify", "--save-transcripts", tmp_path / "t.jsonl", "--json", tmp_path / "r.json")
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert code == 0 and "55.0 / 0 / 0" in out and "whole history" in out and result["references"] == {"whole history": 90}
+    assert asked["temperature"] == 0 and asked["think"] and asked["max_turns"] == 2 and asked["start_emotion"] == 40
+    assert set(evaluate.SIMULATOR_SIDE) <= set(result["settings"]) and result["settings"]["temperature"] == 0
+    assert result["dialogues"] == [["s0", 0, 55, "max_turns"], ["s1", 0, 55, "max_turns"]]
+    again = evaluate.read_result(tmp_path / "t.jsonl")  # the saved transcripts give the same numbers
+    assert again["score"] == result["score"] and again["score_ci"] == result["score_ci"] and again["dialogues"] == result["dialogues"]
+
+
+# ---- report ----
+
+def test_the_report_escapes_whatever_was_said_and_needs_no_other_file(tmp_path):
+    attack = "<script>alert('x')</script> $title & </details>"
+    talk = dialogue([45, 55], scenario=attack, opening=attack)
+    talk["turns"][0] |= {"reply": attack, "thought": attack, "inner": attack, "user": attack, "flags": [attack]}
+    (tmp_path / "transcripts").mkdir()
+    save(tmp_path / "transcripts" / "step-000002.jsonl", [talk])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "score": 20, "format_rate": NaN}\n'
+                                            '{"step": 2, "score": 40.5, "success": 3, "kl": 0}\n')
+    for name in ("before", "after"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(evaluate.summarize([talk], {"model": attack}, {attack: 90})))
+    page = evaluate.write_report(tmp_path).read_text(encoding="utf-8")
+    assert "<script" not in page and "http://" not in page and "https://" not in page and "src=" not in page
+    assert page.count("&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; $title &amp; &lt;/details&gt;") >= 10
+    assert page.count("<figure>") == 3 and "step 2: 40.5" in page and "nan" not in page
+    assert "emotion 45 (+5)" in page and "prefers-color-scheme: dark" in page
+    assert page.count("<details") == page.count("</details>")

@@ -1,0 +1,337 @@
+"""Train a chat model with verifiable emotion rewards: the loop that glues simulator, rollout and PPO or GRPO together.
+
+Source: RLVER (arXiv 2507.03112) sec. 2-3, app. B.3. One step:
+    1. who talks today   2. talk; the user feels   3. flatten   4. learn: ppo.py or grpo.py   5. numbers, dialogues   6. save
+A run is a folder runs/NAME: config.json, metrics.jsonl, transcripts/, checkpoints/step-000010/ (Hugging Face format).
+Run: python train.py --algo ppo --think          # no GPU, no key, no download: the embedded world, minutes on a laptop
+     python train.py --resume runs/NAME
+"""
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import grpo
+import ppo
+import sft
+from rollout import ChatTokens, Dialogue, HFEngine, load_policy, rollout, seed_of, show_tokens, system_prompt
+from simulator import PROMPTS, ScriptedSimulator, load_scenarios
+
+# The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
+TINY = dict(steps=40, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4, critic_lr=1e-3, warmup_steps=4,
+            lr_end=0.4, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, critic_values="turn", critic_warmup=1,
+            tokens_per_batch=8192, save_every=18)
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = lambda group, flag, default, text, **kw: group.add_argument(
+        flag, default=default, help=f"{text} (default: {default}" + (f"; tiny: {TINY[kw.get('dest') or flag[2:].replace('-', '_')]})"
+                                                                     if (kw.get('dest') or flag[2:].replace('-', '_')) in TINY else ")"),
+        **({"type": type(default)} if default is not None and not isinstance(default, bool) and "type" not in kw else {}), **kw)
+    run = parser.add_argument_group("run")
+    add(run, "--algo", "ppo", "ppo or grpo", choices=("ppo", "grpo"))
+    add(run, "--think", False, "think inside <think></think> before speaking, paper 2.3", action=argparse.BooleanOptionalAction)
+    add(run, "--name", "", "folder under runs/ for this run, empty = ALGO-MODE-SEED")
+    add(run, "--resume", "", "go on with this run folder; its own flags are used")
+    add(run, "--steps", 1000, "rollout + update steps, released script")
+    add(run, "--seed", 0, "seed of scenario order, users, sampling and initialisation")
+    add(run, "--save-every", 5, "steps between checkpoints, released script; the last step is always saved")
+    add(run, "--threads", 0, "CPU threads for torch, 0 = torch's own choice")
+    add(run, "--show-tokens", False, "print one dialogue of the first step token by token (role, trained, log-prob, value, advantage), then go on",
+        action="store_true")
+    world = parser.add_argument_group("the user")
+    add(world, "--scenarios", str(PROMPTS / "en" / "train.jsonl"), "JSONL file of scenarios")
+    add(world, "--difficulty", "challenging", "the scripted user: challenging hides its need in hints, vanilla names it, paper 3.4",
+        choices=("challenging", "vanilla"))
+    add(world, "--start-emotion", 30, "points 0-100 at the start of a training dialogue, released code")
+    add(world, "--max-turns", 8, "agent replies that are scored, paper B.3")
+    policy = parser.add_argument_group("policy and sampling")
+    add(policy, "--model", "", "Hugging Face folder or name, empty = the embedded policy (sft.py builds it in about two minutes)")
+    add(policy, "--dialogues-per-step", 32, "dialogues of one step over all groups, paper B.3 (GRPO there: 32 groups)")
+    add(policy, "--group-size", 4, "GRPO: dialogues of one scenario and opening, paper B.3")
+    add(policy, "--temperature", 1.0, "sampling temperature, released code; the learner scores at the same one")
+    add(policy, "--max-new-tokens", 1024, "tokens of one reply, thought included (released code: 5000)")
+    learn = parser.add_argument_group("learning")
+    add(learn, "--lr", 1e-6, "policy learning rate, paper B.3")
+    add(learn, "--critic-lr", 5e-6, "critic learning rate, released code")
+    add(learn, "--warmup-steps", 20, "steps of linear warm-up, released code; the first step already learns")
+    add(learn, "--lr-end", 1.0, "share of the learning rate left at the last step, linear in between; the paper's is constant")
+    add(learn, "--adam-beta2", 0.999, "AdamW's second beta, released code")
+    add(learn, "--weight-decay", 0.01, "AdamW weight decay, released code")
+    add(learn, "--max-grad-norm", 1.0, "gradient clip of policy and critic, released code")
+    add(learn, "--epochs", 1, "passes over a step's dialogues, released code")
+    add(learn, "--minibatches", 1, "optimizer steps an epoch, dialogues split evenly")
+    add(learn, "--clip-eps", 0.2, "clip of the ratio, PPO Eq. 7, released code")
+    add(learn, "--ent-coef", 0.001, "entropy bonus, released code")
+    add(learn, "--kl-coef", 0.0, "KL to the first policy, added to the loss; 0 builds no reference model, as in the paper")
+    add(learn, "--format-reward", True, "a malformed turn earns 0, paper 2.3", action=argparse.BooleanOptionalAction)
+    add(learn, "--tokens-per-batch", 16384, "tokens of one micro-batch, padding included; changes memory, not results")
+    critic = parser.add_argument_group("PPO")
+    add(critic, "--gamma", 1.0, "discount, released code")
+    add(critic, "--gae-lambda", 1.0, "GAE lambda, released code")
+    add(critic, "--gae", "turn", "turn: every turn is a segment that earns the final reward (paper); dialogue: one stream, one reward",
+        choices=("turn", "dialogue"))
+    add(critic, "--value-clip", 0.5, "clip of the value's change, released code")
+    add(critic, "--critic-values", "token", "token: a value before each agent token; turn: one a turn, read on the trunk alone",
+        choices=("token", "turn"))
+    add(critic, "--critic-warmup", 0, "first steps that train the critic only, released code")
+    group = parser.add_argument_group("GRPO")
+    add(group, "--std", True, "divide by the group's standard deviation; off = Dr. GRPO", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--preset", choices=("auto", "paper", "tiny"), default="auto",
+                        help="paper: the defaults above, needs --model; tiny: the embedded world on a CPU; auto: tiny unless --model is given")
+    first, _ = parser.parse_known_args(argv)
+    tiny = first.preset == "tiny" or first.preset == "auto" and not first.model
+    parser.set_defaults(**TINY if tiny else {})
+    args = parser.parse_args(argv)
+    args.preset = "tiny" if tiny else "paper"
+    return check_args(args)
+
+
+def check_args(args):
+    """Raise ValueError for what cannot work, before anything is loaded."""
+    if args.preset == "paper" and not args.model and not args.resume:
+        raise ValueError("--preset paper needs --model (a Hugging Face folder or name); --preset tiny needs nothing")
+    for name in ("steps", "save_every", "dialogues_per_step", "max_turns", "max_new_tokens", "epochs", "minibatches", "tokens_per_batch"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if not 10 <= args.start_emotion < 100:
+        raise ValueError(f"--start-emotion must be from 10 to 99, not {args.start_emotion}: dialogues end below 10 and at 100")
+    if args.temperature <= 0:
+        raise ValueError("--temperature must be above 0: RL needs sampled replies")
+    if args.algo == "grpo" and args.group_size < 2:
+        raise ValueError("--group-size must be at least 2: GRPO compares the dialogues of a group")
+    if args.algo == "grpo" and args.dialogues_per_step % args.group_size:
+        raise ValueError(f"--dialogues-per-step {args.dialogues_per_step} is not a multiple of --group-size {args.group_size}")
+    return args
+
+
+# ---- the loop -----------------------------------------------------------------------------------------------------------
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.resume:
+        args = args_of_run(args)
+    scenarios = load_scenarios(args.scenarios)
+    for scenario in scenarios[:1]:
+        ScriptedSimulator(scenario)                                # a scenario file without scripts fails here, not later
+    run = run_folder(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.preset == "tiny" and not args.model:
+        args.model = str(sft.cached_tiny(args.think))
+    torch.manual_seed(args.seed)
+    policy, tokenizer = load_policy(args.model)
+    chat = ChatTokens(tokenizer)
+    engine = HFEngine(policy, chat.end_ids, args.max_new_tokens, args.temperature)
+    critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
+    ref_policy = load_policy(args.model)[0].eval() if args.kl_coef else None
+    optimizers = make_optimizers(policy, critic, args)
+    sampler = Sampler(scenarios, args.seed)
+    rng, start, system = random.Random(args.seed), 0, system_prompt(args.think)
+    if args.resume:
+        start = load_checkpoint(run, policy, critic, optimizers, sampler, rng)
+    else:
+        write_config(run, args)
+    learner = ppo if args.algo == "ppo" else grpo
+    introduce(args, run, policy, scenarios)
+    bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=f"{args.algo} {'think' if args.think else 'plain'}", disable=None)
+    for step in bar:
+        began = time.perf_counter()
+        lr = set_learning_rates(optimizers, args, step)
+        dialogues = sampler.next(args, step)                                                     # 1. who talks today
+        make_user = lambda d: ScriptedSimulator(d.scenario, args.difficulty, args.start_emotion, args.max_turns, seed_of("user", args.seed, step, d.group))
+        seconds = rollout(engine, chat, dialogues, make_user, system)                            # 2. talk; the user feels
+        batch = ppo.make_batch(dialogues, args.format_reward)                                    # 3. flatten
+        if args.show_tokens and step == start:
+            show_tokens(batch, chat, *learner.estimate(critic, batch, args)[:2])
+        updated = time.perf_counter()
+        metrics = learner.update(policy, critic, optimizers, batch, args, rng, ref_policy,       # 4. learn
+                                 train_policy=args.algo == "grpo" or step >= args.critic_warmup)
+        engine.sync()
+        seconds["update"] = time.perf_counter() - updated
+        metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version,
+                   **{f"seconds_{name}": round(value, 3) for name, value in seconds.items()},
+                   "seconds": round(time.perf_counter() - began, 3)}
+        log(run, metrics, dialogues)                                                             # 5. numbers and dialogues
+        bar.set_postfix(emotion=f"{metrics['emotion']:.1f}", success=f"{metrics['success']:.0f}%", failure=f"{metrics['failure']:.0f}%",
+                        generate=f"{seconds['generate']:.1f}s", simulate=f"{seconds['simulate']:.1f}s", update=f"{seconds['update']:.1f}s")
+        warn(metrics, args)
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:                          # 6. save
+            save_checkpoint(run, step + 1, policy, tokenizer, critic, optimizers, sampler, rng)
+    print(f"done: {run}/checkpoints/step-{args.steps:06d}   next: python evaluate.py --model {run}/checkpoints/step-{args.steps:06d}"
+          f"{' --think' if args.think else ''}")
+    return run
+
+
+class Sampler:
+    """Scenarios in a fresh random order each epoch, every one exactly once; its state is part of a checkpoint."""
+
+    def __init__(self, scenarios, seed):
+        self.scenarios, self.rng, self.left = scenarios, random.Random(f"sampler/{seed}"), []
+
+    def next(self, args, step):
+        """The step's dialogues, not yet played: groups of one scenario and one user for GRPO, else groups of one."""
+        size = args.group_size if args.algo == "grpo" else 1
+        dialogues = []
+        for group in range(args.dialogues_per_step // size):
+            if not self.left:
+                self.left = self.rng.sample(range(len(self.scenarios)), len(self.scenarios))
+            scenario = self.scenarios[self.left.pop()]
+            dialogues += [Dialogue(scenario, args.think, seed_of(args.seed, step, group, member), member, group,
+                                   args.start_emotion, args.max_turns) for member in range(size)]
+        return dialogues
+
+    def state(self):
+        version, internal, gauss = self.rng.getstate()
+        return {"left": self.left, "rng": [version, list(internal), gauss]}
+
+    def restore(self, state):
+        self.left = state["left"]
+        self.rng.setstate((state["rng"][0], tuple(state["rng"][1]), state["rng"][2]))
+
+
+def make_optimizers(policy, critic, args):
+    betas = (0.9, args.adam_beta2)
+    optimizers = {"policy": torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=betas, weight_decay=args.weight_decay)}
+    if critic is not None:
+        optimizers["critic"] = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, betas=betas, weight_decay=args.weight_decay)
+    return optimizers
+
+
+def set_learning_rates(optimizers, args, step):
+    """Linear warm-up over --warmup-steps, then linear to --lr-end of the peak at the last step. Returns the policy's."""
+    warm = min(1.0, (step + 1) / max(1, args.warmup_steps))                    # the first step learns, unlike theirs
+    decay = 1 - (1 - args.lr_end) * step / max(1, args.steps - 1)
+    for name, optimizer in optimizers.items():
+        peak = args.lr if name == "policy" else args.critic_lr
+        for group in optimizer.param_groups:
+            group["lr"] = peak * (warm * decay if name == "policy" else 1.0)
+    return args.lr * warm * decay
+
+
+def outcome(dialogues):
+    """What happened in the step's dialogues: points, percentages, tokens. Failed dialogues are only counted."""
+    played = [d for d in dialogues if not d.failed]
+    turns = [turn for d in played for turn in d.turns]
+    share = lambda hits, total: 100 * hits / max(1, total)
+    flags = Counter(flag for turn in turns for flag in turn.reaction.flags)
+    repeats = sum(turn.reply in {earlier.reply for earlier in d.turns[:k]} for d in played for k, turn in enumerate(d.turns))
+    rewards = [r for d in played for r in ppo.turn_rewards(d, False)], [r for d in played for r in ppo.turn_rewards(d, True)]
+    mean = lambda values: sum(values) / max(1, len(values))
+    return {"dialogues": len(played), "failed": len(dialogues) - len(played), "emotion": mean([d.emotion for d in played]),
+            "success": share(sum(d.emotion >= 100 for d in played), len(played)), "failure": share(sum(d.emotion < 10 for d in played), len(played)),
+            "reward_raw": mean(rewards[0]), "reward_gated": mean(rewards[1]), "turns": mean([len(d.turns) for d in played]),
+            "format_rate": share(sum(t.format_ok for t in turns), len(turns)), "truncated": share(sum(t.finish == "length" for t in turns), len(turns)),
+            "repeat_rate": share(repeats, len(turns)), "response_len": mean([len(t.ids) for t in turns]),
+            **{f"flag_{name}": share(count, len(turns)) for name, count in sorted(flags.items())}}
+
+
+def warn(metrics, args):
+    """A run that cannot learn says so, with the setting to change."""
+    if metrics["truncated"] > 50:
+        tqdm.write(f"warning: {metrics['truncated']:.0f} % of replies were cut; raise --max-new-tokens {args.max_new_tokens}", file=sys.stderr)
+    if metrics.get("frac_zero_std_groups", 0) > 0.9:
+        tqdm.write("warning: over 90 % of groups earned equal rewards and teach nothing; raise --group-size or change --difficulty", file=sys.stderr)
+
+
+# ---- the run folder -----------------------------------------------------------------------------------------------------
+
+def run_folder(args):
+    if args.resume:
+        return Path(args.resume)
+    run = Path("runs") / (args.name or f"{args.algo}-{'think' if args.think else 'plain'}-{args.seed}")
+    if (run / "config.json").exists():
+        raise ValueError(f"{run} exists; choose another --name, or go on with --resume {run}")
+    return run
+
+
+def write_config(run, args):
+    (run / "transcripts").mkdir(parents=True, exist_ok=True)
+    (run / "checkpoints").mkdir(exist_ok=True)
+    write_whole(run / "config.json", json.dumps(vars(args), indent=1, ensure_ascii=False) + "\n")
+
+
+def write_whole(path, text):
+    """A file appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def args_of_run(args):
+    config = Path(args.resume) / "config.json"
+    if not config.exists():
+        raise ValueError(f"{args.resume}: no run there (config.json is missing); start one without --resume")
+    saved = argparse.Namespace(**json.loads(config.read_text(encoding="utf-8")))
+    saved.resume = args.resume
+    return saved
+
+
+def log(run, metrics, dialogues):
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(metrics) + "\n")
+    write_whole(run / "transcripts" / f"step-{metrics['step']:06d}.jsonl",
+                "".join(json.dumps(d.to_dict(), ensure_ascii=False) + "\n" for d in dialogues))
+
+
+def save_checkpoint(run, step, policy, tokenizer, critic, optimizers, sampler, rng):
+    """Written beside and renamed: a Hugging Face folder, plus trainer/ with all that a resume needs."""
+    path = run / "checkpoints" / f"step-{step:06d}"
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    policy.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / "trainer").mkdir()
+    version, internal, gauss = rng.getstate()
+    (partial / "trainer" / "state.json").write_text(json.dumps({"step": step, "sampler": sampler.state(), "rng": [version, list(internal), gauss]}))
+    torch.save({"critic": critic.state_dict() if critic is not None else None, "torch_rng": torch.get_rng_state(),
+                **{f"optimizer_{name}": optimizer.state_dict() for name, optimizer in optimizers.items()}}, partial / "trainer" / "state.pt")
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(partial, path)
+
+
+def load_checkpoint(run, policy, critic, optimizers, sampler, rng):
+    """Restore the newest whole checkpoint and forget what was logged after it. Returns its step."""
+    paths = sorted(p for p in (run / "checkpoints").glob("step-*") if (p / "trainer" / "state.pt").exists() and p.suffix != ".partial")
+    if not paths:
+        raise ValueError(f"{run}: holds no whole checkpoint; start again under another --name")
+    state = json.loads((paths[-1] / "trainer" / "state.json").read_text())
+    tensors = torch.load(paths[-1] / "trainer" / "state.pt", weights_only=True)
+    policy.load_state_dict(load_policy(paths[-1])[0].state_dict())
+    if critic is not None:
+        critic.load_state_dict(tensors["critic"])
+    for name, optimizer in optimizers.items():
+        optimizer.load_state_dict(tensors[f"optimizer_{name}"])
+    torch.set_rng_state(tensors["torch_rng"])
+    sampler.restore(state["sampler"])
+    rng.setstate((state["rng"][0], tuple(state["rng"][1]), state["rng"][2]))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    write_whole(run / "metrics.jsonl", "".join(line + "\n" for line in lines[:state["step"]]))
+    return state["step"]
+
+
+def introduce(args, run, policy, scenarios):
+    size = sum(p.numel() for p in policy.parameters()) / 1e6
+    print(f"policy     {args.model} ({size:.1f}M parameters)   change: --model\n"
+          f"user       scripted, {args.difficulty}: no LLM, rules only; its scores are not the paper's   change: --difficulty\n"
+          f"scenarios  {args.scenarios} ({len(scenarios)})   change: --scenarios\n"
+          f"engine     transformers on {policy.device}, {torch.get_num_threads()} threads   change: --threads\n"
+          f"learner    {args.algo}, {args.steps} steps of {args.dialogues_per_step} dialogues, preset {args.preset}   change: --algo --steps\n"
+          f"run        {run}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
