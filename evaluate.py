@@ -486,7 +486,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"evaluate.py: {message} (--help lists the flags)\n")  # one line
     what = parser.add_argument_group("what to do (one of these)").add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help="play the scenarios with this policy (Hugging Face folder or name)")
+    what.add_argument("--model", help="play the scenarios with this policy (a run folder, a Hugging Face folder or name)")
     what.add_argument("--transcripts", metavar="FILE", help="score this transcript file: ours, or a published SAGE result file")
     what.add_argument("--compare", nargs=2, metavar=("A", "B"), help="B - A of two --json or transcript files, paired bootstrap over scenarios")
     what.add_argument("--report", metavar="RUN", help="write RUN/report.html from a run folder")
@@ -502,15 +502,23 @@ def parse_args(argv=None):
     user.add_argument("--start-emotion", type=int, choices=range(10, 100), default=40, metavar="POINTS", help="emotion at the start (default: 40, SAGE; RLVER trains from 30)")
     user.add_argument("--max-turns", type=positive, default=9, metavar="N", help="scored replies at most (default: 9, SAGE; RLVER trains with 8)")
     agent = parser.add_argument_group("the policy")
-    agent.add_argument("--think", action=argparse.BooleanOptionalAction, default=False, help="think first, then say (default: no; must match the training)")
+    agent.add_argument("--think", action=argparse.BooleanOptionalAction, help="think first, then say (default: as the model's policy.json says, else no)")
     agent.add_argument("--greedy", action="store_true", help="always the likeliest token (default: sample; the papers do not state it)")
-    agent.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: 1.0, RLVER's rollouts)")
-    agent.add_argument("--max-new-tokens", type=positive, default=1024, metavar="N", help="tokens of a reply with its thought (default: 1024; RLVER: 5000)")
+    agent.add_argument("--temperature", type=float, help="sampling temperature (default: the model's policy.json, else 1.0, RLVER's rollouts)")
+    agent.add_argument("--max-new-tokens", type=positive, metavar="N", help="tokens of a reply with its thought (default: the model's policy.json, else 1024; RLVER: 5000)")
     run = parser.add_argument_group("the run")
     run.add_argument("--repetitions", type=positive, default=1, metavar="N", help="dialogues of each scenario (default: 1, SAGE)")
     run.add_argument("--limit", type=positive, metavar="N", help="only the first N scenarios (default: all)")
     run.add_argument("--seed", type=int, default=0, help="of the sampling and of the simulator (default: 0)")
     args = parser.parse_args(argv)
+    how = {"think": False, "temperature": 1.0, "max_new_tokens": 1024}
+    if args.model and (checkpoints := sorted(Path(args.model).glob("checkpoints/step-*[0-9]"))):  # a run folder
+        args.model = str(checkpoints[-1])
+    if args.model and (Path(args.model) / "policy.json").exists():  # how train.py let this policy speak
+        how |= json.loads((Path(args.model) / "policy.json").read_bytes())
+    for name, value in how.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     args.temperature *= not args.greedy
     return args
 

@@ -17,32 +17,34 @@ def group_advantages(turn_rewards, turns, groups, std=True):
     """Advantage of each turn: (K,).
 
     turn_rewards: (K,) in [0, 1]. turns: turns of each dialogue. groups: the group of each dialogue.
-    std uses n - 1, as the released code does. A dialogue alone in its group has nothing to compare with: advantage 0.
-    With equal rewards in a group all its well-formed turns get 0.
+    std uses n - 1, as the released code does. A dialogue alone in its group has nothing to compare with: advantage 0. So has
+    a group of equal rewards. Where malformed turns spread the r_k within dialogues wider than the dialogues differ, that
+    spread is the scale: a malformed turn is pushed down, never by hundreds.
     Returns advantages and the share of groups whose dialogues all earned the same.
     """
     ends = list(itertools.accumulate(turns))
-    parts = [turn_rewards[end - n:end] for end, n in zip(ends, turns)]
-    scores = torch.stack([part.mean() for part in parts])                        # (D,) one reward a dialogue
+    parts = [turn_rewards[end - n:end].double() for end, n in zip(ends, turns)]
     advantages, equal = [torch.zeros_like(part) for part in parts], 0
     for group in set(groups):
         members = [i for i, g in enumerate(groups) if g == group]
-        if len(members) < 2:
-            equal += 1
+        own = torch.stack([parts[i].mean() for i in members])                    # (n,) R_i: one reward a dialogue
+        within = torch.cat([parts[i] - parts[i].mean() for i in members]).square().mean().sqrt()
+        spread = own.std() if len(members) > 1 else torch.zeros(())
+        equal += bool(spread < 1e-6)
+        if len(members) < 2 or max(spread, within) < 1e-6:
             continue
-        own = scores[members]
-        equal += bool((own == own[0]).all())
-        scale = own.std() + 1e-6 if std else 1.0
         for i in members:
-            advantages[i] = (parts[i] - own.mean()) / scale
-    return torch.cat(advantages), equal / len(set(groups))
+            advantages[i] = (parts[i] - own.mean()) / (max(spread, within) + 1e-6 if std else 1.0)
+    return torch.cat(advantages).float(), equal / len(set(groups))
 
 
 def estimate(critic, batch, cfg):
     """Advantages as they enter the policy's loss, (N,); no values, no returns; and metrics."""
+    if not batch.dialogues:
+        raise ValueError("nothing to learn from: every dialogue of the step failed")
     groups = [dialogue.group for dialogue in batch.dialogues]
     advantages, frac_equal = group_advantages(batch.turn_rewards, batch.turns, groups, cfg.std)
-    return batch.per_token(advantages), None, None, {"frac_zero_std_groups": frac_equal, "advantage_std": advantages.std().item()}
+    return batch.per_token(advantages), None, None, {"frac_zero_std_groups": frac_equal, "advantage_std": advantages.std(correction=0).item()}
 
 
 def update(policy, critic, optimizers, batch, cfg, rng, ref_policy=None, train_policy=True):

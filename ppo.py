@@ -11,6 +11,8 @@ Run: python train.py --algo ppo --think --preset tiny
 """
 import copy
 import itertools
+import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +114,7 @@ def value_loss(values, old_values, returns, value_clip):
 def kl_k3(logprobs, ref_logprobs):
     """Unbiased, non-negative estimate of KL(policy || ref) per token, http://joschu.net/blog/kl-approx.html"""
     logratio = (ref_logprobs - logprobs).clamp(-20, 20)
-    return logratio.exp() - logratio - 1
+    return (logratio.exp() - logratio - 1).clamp(min=0)          # rounding can go a hair below 0
 
 
 # ---- models over packed rows --------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ class Critic(torch.nn.Module):
     def __init__(self, policy, values="token"):
         super().__init__()
         self.model, self.values = copy.deepcopy(policy), values
-        self.model.set_output_embeddings(torch.nn.Linear(policy.config.hidden_size, 1))
+        self.model.set_output_embeddings(torch.nn.Linear(policy.config.hidden_size, 1, device=policy.device))
         torch.nn.init.zeros_(self.model.get_output_embeddings().weight)
         torch.nn.init.constant_(self.model.get_output_embeddings().bias, 0.3)
 
@@ -163,8 +165,8 @@ def predict_values(critic, batch, tokens_per_batch):
     values = torch.zeros(len(batch.old_logprobs) if branches else len(batch.turn_lengths))
     starts = batch.starts if branches else [0, *itertools.accumulate(batch.turns)][:-1]
     with torch.no_grad():
-        for micro in microbatches(batch.dialogues, starts, tokens_per_batch, branches):
-            values[micro.index] = critic(micro)
+        for micro in microbatches(batch.dialogues, starts, tokens_per_batch, branches, critic.model.device):
+            values[micro.index] = critic(micro).cpu()
     return values if branches else batch.per_token(values)
 
 
@@ -172,6 +174,8 @@ def predict_values(critic, batch, tokens_per_batch):
 
 def estimate(critic, batch, cfg):
     """Advantages as they enter the policy's loss, values and returns, each (N,), and metrics."""
+    if not batch.dialogues:
+        raise ValueError("nothing to learn from: every dialogue of the step failed")
     values = predict_values(critic, batch, cfg.tokens_per_batch)
     rewards = batch.at_last_token(batch.turn_rewards)
     if cfg.gae == "turn":                                          # the paper: each turn is a segment that earns R
@@ -182,8 +186,8 @@ def estimate(critic, batch, cfg):
         rewards = torch.zeros_like(rewards).index_copy(0, last, rewards[last])
     advantages, returns = compute_gae(rewards, values, lengths, cfg.gamma, cfg.gae_lambda)
     return whiten(advantages), values, returns, {
-        "value_mean": values.mean().item(), "advantage_std": advantages.std().item(),
-        "explained_var": (1 - (returns - values).var() / returns.var().clamp(min=1e-8)).item()}
+        "value_mean": values.mean().item(), "advantage_std": advantages.std(correction=0).item(),
+        "explained_var": (1 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)).item()}
 
 
 def update(policy, critic, optimizers, batch, cfg, rng, ref_policy=None, train_policy=True):
@@ -196,7 +200,7 @@ def update(policy, critic, optimizers, batch, cfg, rng, ref_policy=None, train_p
 
 
 def update_critic(critic, optimizer, batch, old_values, returns, cfg, rng):
-    branches, starts = critic.values == "token", batch.starts
+    branches, starts, device = critic.values == "token", batch.starts, critic.model.device
     if not branches:                                               # one target per turn: the return at its first token
         starts = [0, *itertools.accumulate(batch.turns)][:-1]
         first = torch.tensor([0, *itertools.accumulate(batch.turn_lengths)][:-1])
@@ -204,14 +208,23 @@ def update_critic(critic, optimizer, batch, old_values, returns, cfg, rng):
     total, norms = 0.0, []
     critic.train()
     for members, size in minibatches(batch, cfg, rng, by_turn=not branches):
-        for micro in microbatches([batch.dialogues[i] for i in members], [starts[i] for i in members], cfg.tokens_per_batch, branches):
-            loss = value_loss(critic(micro), old_values[micro.index], returns[micro.index], cfg.value_clip).sum() / size
+        for micro in microbatches([batch.dialogues[i] for i in members], [starts[i] for i in members], cfg.tokens_per_batch, branches, device):
+            loss = value_loss(critic(micro), old_values[micro.index].to(device), returns[micro.index].to(device), cfg.value_clip).sum() / size
             loss.backward()
             total += loss.item() * size
-        norms.append(torch.nn.utils.clip_grad_norm_(critic.parameters(), cfg.max_grad_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(apply_gradients(critic, optimizer, cfg))
     return {"v_loss": total / (len(returns) * cfg.epochs), "critic_grad_norm": sum(norms) / len(norms)}
+
+
+def apply_gradients(model, optimizer, cfg):
+    """Clip, step, forget. Returns the gradient norm. A NaN or inf never reaches the weights: that minibatch is skipped."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
+    if math.isfinite(norm):
+        optimizer.step()
+    else:
+        print(f"warning: gradient norm {norm}, minibatch skipped", file=sys.stderr)
+    optimizer.zero_grad()
+    return norm
 
 
 def minibatches(batch, cfg, rng, by_turn=False):
@@ -231,16 +244,18 @@ def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=Non
     norms = []
     policy.train()
     for number, (members, size) in enumerate(minibatches(batch, cfg, rng)):
-        for micro in microbatches([batch.dialogues[i] for i in members], [batch.starts[i] for i in members], cfg.tokens_per_batch):
+        for micro in microbatches([batch.dialogues[i] for i in members], [batch.starts[i] for i in members], cfg.tokens_per_batch,
+                                  device=policy.device):
             logprobs, entropy = token_logprobs(policy, micro, cfg.temperature)
-            old_logprobs = batch.old_logprobs[micro.index]
-            pg_loss, clipped = policy_loss(logprobs, old_logprobs, advantages[micro.index], cfg.clip_eps)
+            old_logprobs = batch.old_logprobs[micro.index].to(logprobs.device)
+            pg_loss, clipped = policy_loss(logprobs, old_logprobs, advantages[micro.index].to(logprobs.device), cfg.clip_eps)
             loss = pg_loss - cfg.ent_coef * entropy
             if ref_policy is not None:
                 with torch.no_grad():
                     ref_logprobs, _ = token_logprobs(ref_policy, micro, cfg.temperature)
-                kl = kl_k3(logprobs, ref_logprobs)
-                loss, sums["ref_kl"] = loss + cfg.kl_coef * kl, sums["ref_kl"] + kl.sum().item()
+                # k2 is the estimator whose gradient is that of KL(policy || ref); the unbiased k3 is what we report
+                loss = loss + cfg.kl_coef * 0.5 * (logprobs - ref_logprobs) ** 2
+                sums["ref_kl"] += kl_k3(logprobs.detach(), ref_logprobs).sum().item()
             (loss.sum() / size).backward()
             with torch.no_grad():
                 logratio = logprobs - old_logprobs
@@ -251,9 +266,7 @@ def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=Non
                 sums["entropy"] += entropy.sum().item()
                 sums["approx_kl"] += kl_k3(old_logprobs, logprobs).sum().item()
                 sums["clipfrac"] += clipped.sum().item()
-                ratio_max, seen = max(ratio_max, logratio.exp().max().item()), seen + len(logratio)
-        norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
+                ratio_max, seen = max(ratio_max, logratio.clamp(max=20).exp().max().item()), seen + len(logratio)
+        norms.append(apply_gradients(policy, optimizer, cfg))
     metrics = {name: total / (fresh if name == "mismatch" else seen) for name, total in sums.items()}
     return {**metrics, "mismatch_max": mismatch_max, "ratio_max": ratio_max, "grad_norm": sum(norms) / len(norms)}

@@ -15,11 +15,15 @@ Shapes: T tokens of a row, N agent tokens of a batch, V vocabulary, K turns.
 Run: python evaluate.py --model runs/tiny-sft/think --limit 4        # plays dialogues and shows them
 """
 import inspect
+import json
+import os
 import re
+import shutil
 import time
 import zlib
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -43,6 +47,7 @@ class Turn:
     reply: str                      # what the user saw
     format_ok: bool                 # think mode: exactly one non-empty think block, first, then a non-empty reply
     reaction: Reaction | None = None
+    thought_len: int = 0            # tokens of ids up to </think>
 
 
 @dataclass
@@ -67,11 +72,11 @@ class Dialogue:
 
     @property
     def failed(self):
-        return self.end_reason == "simulator_failed" or not any(turn.reaction for turn in self.turns)
+        return self.end_reason in (None, "simulator_failed") or not any(turn.reaction for turn in self.turns)
 
     def to_dict(self):
         """One transcript line: all that evaluate.py needs to score, verify and show the dialogue."""
-        turns = [dict(thought=t.thought, reply=t.reply, format_ok=t.format_ok, finish=t.finish, tokens=len(t.ids),
+        turns = [dict(thought=t.thought, reply=t.reply, format_ok=t.format_ok, finish=t.finish, tokens=len(t.ids), thought_tokens=t.thought_len,
                       change=r.change, emotion=r.emotion, act=r.act, inner=r.inner, raw=r.raw, flags=r.flags, user=r.message)
                  for t in self.turns if (r := t.reaction)]
         return dict(scenario=self.scenario.id, event=self.scenario.event, intention=self.scenario.intention,
@@ -100,7 +105,7 @@ def split_thought(text, think):
         unclosed = "<think>" in text
         return (text[len(head):].replace("<think>", "").strip() or None if unclosed else None), head.strip(), False
     thought = re.sub(r"</?think>", " ", head).strip() or None
-    return thought, reply.replace("<think>", "").strip(), False
+    return thought, reply.partition("<think>")[0].strip(), False
 
 
 # ---- the token trunk -------------------------------------------------------------------------------------------------
@@ -125,7 +130,9 @@ class ChatTokens:
 
     def clean(self, text):
         """A message's text without control tokens: nobody can close a message or open another one by writing so."""
-        return self.special.sub("", text) if self.special else text
+        while self.special and self.special.search(text):                # again: removing one can form another
+            text = self.special.sub("", text)
+        return text.strip()
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -140,6 +147,8 @@ class ChatTokens:
         texts: user, reply, user, reply, ..., user: the visible messages so far. sampled: the ids of the last reply when they
         are themselves the history (no thinking); they are kept as they are and only the rest is tokenised.
         """
+        if sampled is not None:          # only the frame around the replies is needed, so their own words cannot disturb it
+            texts = [text if i % 2 == 0 else "reply" for i, text in enumerate(texts)]
         before = self.render(self._messages(system, texts[:-2]))
         full = self.render(self._messages(system, texts))
         reply = self.clean(texts[-2])
@@ -189,7 +198,7 @@ class _RaggedCache:
             grow = max(grow, 128)                                        # in chunks: a copy every 128 columns
             self.keys[layer] = torch.nn.functional.pad(self.keys[layer], (0, 0, 0, grow))
             self.values[layer] = torch.nn.functional.pad(self.values[layer], (0, 0, 0, grow))
-        rows = torch.arange(key.shape[0])[:, None]
+        rows = torch.arange(key.shape[0], device=key.device)[:, None]
         self.keys[layer][rows, :, self.columns] = key.transpose(1, 2)
         self.values[layer][rows, :, self.columns] = value.transpose(1, 2)
         return self.keys[layer][:, :, :self.visible], self.values[layer][:, :, :self.visible]
@@ -241,9 +250,10 @@ class HFEngine:
         uniforms = np.stack([np.random.default_rng(seed).random(self.max_new_tokens) for _, _, seed in waiting])
         ids, logprobs = [[] for _ in waiting], [[] for _ in waiting]
         width = max(len(p) - k for p, k in zip(prompts, known))          # prefill only what is new, at each row's own columns
-        tokens = torch.tensor([p[k:] + [0] * (width - len(p) + k) for p, k in zip(prompts, known)])
-        columns = torch.tensor(known)[:, None] + torch.arange(width)     # (B, width)
-        last = torch.tensor([len(p) - k - 1 for p, k in zip(prompts, known)])
+        tensor = lambda values: torch.tensor(values, device=self.model.device)
+        tokens = tensor([p[k:] + [0] * (width - len(p) + k) for p, k in zip(prompts, known)])
+        columns = tensor(known)[:, None] + torch.arange(width, device=self.model.device)       # (B, width)
+        last = tensor([len(p) - k - 1 for p, k in zip(prompts, known)])
         rows, cache = list(range(len(waiting))), self.cache              # the rows of `waiting` that are still decoded
         written = [len(prompt) for prompt in prompts]                    # columns of self.cache that hold real tokens
         for position in range(self.max_new_tokens):
@@ -258,10 +268,10 @@ class HFEngine:
             if len(live) < 0.7 * len(rows):                              # stop paying for rows that have ended
                 rows, cache = [rows[i] for i in live], cache.copy_of(live)
             # a row that has ended runs its last token again, at the same column: nothing changes
-            tokens = torch.tensor([[ids[row][-1]] for row in rows])      # (B, 1)
-            columns = torch.tensor([[len(prompts[row]) + len(ids[row]) - 1] for row in rows])
-            last = torch.zeros(len(rows), dtype=torch.long)
-            if cache is self.cache:
+            tokens = tensor([[ids[row][-1]] for row in rows])            # (B, 1)
+            columns = tensor([[len(prompts[row]) + len(ids[row]) - 1] for row in rows])
+            last = torch.zeros_like(columns[:, 0])
+            if cache is self.cache and position + 1 < self.max_new_tokens:     # the very last tokens never run
                 written = [len(prompt) + len(row) for prompt, row in zip(prompts, ids)]
         self.kept = {key: (row, (prompt + ids[row])[:written[row]]) for row, (key, prompt, _) in enumerate(waiting)}
         return [Finished(key, ids[row], logprobs[row], "stop" if ids[row][-1] in self.end_ids else "length")
@@ -284,7 +294,7 @@ class HFEngine:
     def _forward(self, cache, tokens, columns, last):
         """Logits (B, V) after token `last` of each row."""
         cache.columns, cache.visible = columns, int(columns.max()) + 1
-        mask = torch.arange(cache.visible) <= columns[:, None, :, None]  # (B, 1, width, visible)
+        mask = torch.arange(cache.visible, device=columns.device) <= columns[:, None, :, None]      # (B, 1, width, visible)
         decoder = getattr(self.model, self.model.base_model_prefix)
         hidden = decoder(input_ids=tokens, position_ids=columns, attention_mask=mask, use_cache=True,
                          **{self.cache_name: cache})[0]
@@ -297,7 +307,7 @@ class HFEngine:
             chosen = logprobs.argmax(-1)
         else:
             cdf = logprobs.double().exp().cumsum(-1)
-            chosen = torch.searchsorted(cdf, torch.from_numpy(uniform)[:, None] * cdf[:, -1:], right=True)[:, 0]
+            chosen = torch.searchsorted(cdf, torch.from_numpy(uniform)[:, None].to(cdf.device) * cdf[:, -1:], right=True)[:, 0]
             chosen = chosen.clamp(max=logits.shape[-1] - 1)
         return chosen.tolist(), logprobs.gather(1, chosen[:, None])[:, 0].tolist()
 
@@ -361,7 +371,9 @@ def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
             dialogue = dialogues[done.key]
             thought, reply, format_ok = split_thought(chat.decode(done.ids), dialogue.think)
             format_ok = format_ok and done.finish == "stop"              # a cut reply is a malformed one
-            dialogue.turns.append(Turn(len(dialogue.trunk), done.ids, done.logprobs, done.finish, thought, reply, format_ok))
+            spoken = len(chat.encode(reply)) + (done.finish == "stop") if thought else len(done.ids)
+            dialogue.turns.append(Turn(len(dialogue.trunk), done.ids, done.logprobs, done.finish, thought, reply, format_ok,
+                                       thought_len=max(0, len(done.ids) - spoken)))
             call(done.key, users[done.key].hear, reply)
         if pool and pending:
             start = time.perf_counter()
@@ -406,10 +418,10 @@ class MicroBatch:
     mask: torch.Tensor | None       # (B, 1, T, T) bool, True = may attend; None = plain causal rows
     before: tuple                   # (rows, columns), each (n,): the position that predicts each agent token
     actions: torch.Tensor           # (n,) the sampled ids
-    index: torch.Tensor             # (n,) where these agent tokens stand in the step's flat order
+    index: torch.Tensor             # (n,) on the CPU: where these agent tokens stand in the step's flat order
 
 
-def microbatches(dialogues, starts, tokens_per_batch, branches=True):
+def microbatches(dialogues, starts, tokens_per_batch, branches=True, device="cpu"):
     """Rows of similar length together, at most `tokens_per_batch` tokens (padding included) a micro-batch.
 
     starts[i]: where dialogue i's agent tokens begin in the step's flat order. With branches=False `before` points at each
@@ -421,37 +433,31 @@ def microbatches(dialogues, starts, tokens_per_batch, branches=True):
         group.append(i)
         following = len(rows[order[n + 1]][0]) if n + 1 < len(order) else None
         if following is None or (len(group) + 1) * following > tokens_per_batch:
-            yield _microbatch([dialogues[j] for j in group], [rows[j] for j in group], [starts[j] for j in group], branches)
+            yield microbatch([dialogues[j] for j in group], [rows[j] for j in group], [starts[j] for j in group], branches, device)
             group = []
 
 
-def _microbatch(dialogues, rows, starts, branches):
+def microbatch(dialogues, rows, starts, branches=True, device="cpu"):
+    """Pad these rows (see row_of) to one width."""
     width = max(len(row[0]) for row in rows)
-    pad = lambda values, fill: torch.tensor([list(v) + [fill] * (width - len(v)) for v in values])
+    pad = lambda values, fill: torch.tensor([list(v) + [fill] * (width - len(v)) for v in values], device=device)
     input_ids, positions = pad([row[0] for row in rows], 0), pad([row[1] for row in rows], 0)
-    branch = pad([row[2] for row in rows], -1)
-    mask = None
+    branch, mask = pad([row[2] for row in rows], -1), None
     if bool((branch > 0).any()):
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         # the heart of packing: a token sees the trunk before it and its own branch, never another turn's thought
-        mask = causal & ((branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None]))      # (B, T, T)
-        mask = mask[:, None]
+        mask = (causal & ((branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])))[:, None]      # (B, 1, T, T)
     else:
-        positions = torch.arange(width).expand(len(rows), width)
+        positions = torch.arange(width, device=device).expand(len(rows), width)
     if branches:
-        action = pad([row[3] for row in rows], 0).bool()
-        row, column = action.nonzero(as_tuple=True)                       # row-major: dialogue after dialogue, in order
-        counts = action.sum(1).tolist()
-        return MicroBatch(input_ids, positions, mask, (row, column - 1), input_ids[row, column],
-                          torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts)]))
-    heads = [[_header_column(d, k) for k in range(len(d.turns))] for d in dialogues]
-    row = torch.tensor([r for r, columns in enumerate(heads) for _ in columns])
-    return MicroBatch(input_ids, positions, mask, (row, torch.tensor(sum(heads, []))), None,
-                      torch.cat([torch.arange(s, s + len(c)) for s, c in zip(starts, heads)]))
-
-
-def _header_column(dialogue, k):
-    return dialogue.turns[k].prompt_len - 1          # without branches column == position on the trunk
+        row, column = pad([row[3] for row in rows], 0).nonzero(as_tuple=True)     # row-major: dialogue after dialogue, in order
+        before, actions, counts = (row, column - 1), input_ids[row, column], [sum(row[3]) for row in rows]
+    else:                                                                         # column == position on the bare trunk
+        heads = [[turn.prompt_len - 1 for turn in dialogue.turns] for dialogue in dialogues]
+        before = tuple(torch.tensor(c, device=device) for c in zip(*((r, column) for r, own in enumerate(heads) for column in own)))
+        actions, counts = None, [len(own) for own in heads]
+    index = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts)])
+    return MicroBatch(input_ids, positions, mask, before, actions, index)
 
 
 # ---- loading and playing ------------------------------------------------------------------------------------------------
@@ -461,11 +467,28 @@ def load_policy(path):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: no model could be loaded ({str(error).splitlines()[0]})") from None
     if not tokenizer.chat_template:
         raise ValueError(f"{path}: the tokenizer has no chat template; use an instruct model")
     return model, tokenizer
+
+
+def save_policy(model, tokenizer, path, also=None, **how):
+    """A Hugging Face folder that appears whole or not at all. `how` (think, temperature, max_new_tokens) goes to policy.json:
+    how this policy was trained to speak, so that evaluate.py lets it speak the same way. also(folder) adds files of its own."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / "policy.json").write_text(json.dumps(how) + "\n")
+    if also:
+        also(partial)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(partial, path)
+    return path
 
 
 def system_prompt(think, language="en"):

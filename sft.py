@@ -11,7 +11,6 @@ Run: python sft.py                                   # builds runs/tiny-sft/thin
 import argparse
 import json
 import random
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rollout import ChatTokens, Dialogue, Turn, _microbatch, row_of, system_prompt
-from simulator import (FOCUS, INTENTIONS, PROMPTS, STANCE, ScriptedSimulator, Scenario, hints_in, infer_need, lines, load_scenarios,
+from rollout import ChatTokens, Dialogue, Turn, load_policy, microbatch, row_of, save_policy, system_prompt
+from simulator import (INTENTIONS, PROMPTS, STANCE, ScriptedSimulator, Scenario, hints_in, infer_need, lines, load_scenarios,
                        nouns, stock_reply, things_in)
 
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -130,11 +129,12 @@ def weights_of(chat, dialogue, heavy, slot_weight, user_weight):
     The trunk's copy of a thoughtful reply weighs 0: its parent is the bare header, so any weight would teach "skip the thought".
     """
     ids, positions, branch, action = row_of(dialogue)
-    copied, system = set(), len(chat.encode(chat.render([{"role": "system", "content": ""}])))
+    copied = set()
+    system = dialogue.trunk.index(dialogue.trunk[0], 1) if user_weight else 0      # ChatML: where the second message opens
     if dialogue.think:
         for turn in dialogue.turns:
             copied.update(range(turn.prompt_len, turn.prompt_len + len(chat.encode(turn.reply)) + 2))
-    slots = {k: heavy[k - 1] if heavy else () for k in range(1, len(dialogue.turns) + 1)}
+    slots = [()] + (heavy or [()] * len(dialogue.turns))
     weights, turn = [], 0
     for token, position, part, acted, before in zip(ids, positions, branch, action, [0] + action):
         turn += acted and not before
@@ -145,9 +145,9 @@ def weights_of(chat, dialogue, heavy, slot_weight, user_weight):
 
 def sft_loss(model, dialogues, weights):
     """Weighted cross-entropy over rows (B, T): the token at column t is predicted at column t - 1."""
-    micro = _microbatch(dialogues, [row_of(d) for d in dialogues], [0] * len(dialogues), True)
+    micro = microbatch(dialogues, [row_of(d) for d in dialogues], [0] * len(dialogues), device=model.device)
     width = micro.input_ids.shape[1]
-    w = torch.tensor([row + [0.0] * (width - len(row)) for row in weights])           # (B, T)
+    w = torch.tensor([row + [0.0] * (width - len(row)) for row in weights], device=model.device)          # (B, T)
     row, column = w[:, 1:].nonzero(as_tuple=True)                                     # the head runs where a weight stands
     decoder = getattr(model, model.base_model_prefix)
     hidden = decoder(input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask, use_cache=False)[0]
@@ -157,7 +157,7 @@ def sft_loss(model, dialogues, weights):
     return (nll * w).sum() / w.sum(), nll.detach(), w
 
 
-def build_tiny(think, out, seed=0, steps=(170, 240), lr=3e-3, threads=None):
+def build_tiny(think, out, seed=0, steps=(100, 130), lr=3e-3):
     """Train the embedded policy of one mode and save it in Hugging Face format. Deterministic for a seed."""
     torch.manual_seed(seed)
     rng = random.Random(f"sft/{seed}/{think}")
@@ -187,14 +187,7 @@ def build_tiny(think, out, seed=0, steps=(170, 240), lr=3e-3, threads=None):
         optimizer.step()
         schedule.step()
         bar.set_postfix(loss=f"{loss.item():.3f}", agent=f"{nll[w >= 1].mean():.3f}", slots=f"{nll[w > 1].mean():.3f}")
-    out = Path(out)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
-    return out
+    return save_policy(model, tokenizer, out, think=think, temperature=0.7, max_new_tokens=64)
 
 
 def cached_tiny(think, root="runs/tiny-sft"):
@@ -204,3 +197,95 @@ def cached_tiny(think, root="runs/tiny-sft"):
         print(f"building the embedded policy in {out} (about two minutes, once)")
         build_tiny(think, out)
     return out
+
+
+# ---- any causal LM, from good transcripts ----------------------------------------------------------------------------------
+
+def read_demonstrations(path, chat, min_emotion, think):
+    """Dialogues of a transcript file (train.py, evaluate.py --save-transcripts) that ended at min_emotion or above, as
+    training rows. Turns whose format broke are kept as history but not imitated."""
+    dialogues, heavy = [], []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            good = row["final_emotion"] >= min_emotion and row["end_reason"] != "simulator_failed"
+            turns = [(t["thought"], t["reply"], t["format_ok"], t["user"]) for t in row["turns"]]
+            opening = row["opening"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a transcript line ({error!r})") from None
+        if not good or not turns:
+            continue
+        system, texts = system_prompt(think), [opening]
+        dialogue = Dialogue(None, think, 0, opening=opening, trunk=chat.first(system, opening))
+        for thought, reply, format_ok, user in turns:
+            if think and not (thought and format_ok) or not reply:
+                break                                              # what follows a broken turn has a broken history
+            ids = chat.encode(f"<think>{thought}</think>{reply}" if think else reply) + [chat.end_ids[-1]]
+            dialogue.turns.append(Turn(len(dialogue.trunk), ids, [0.0] * len(ids), "stop", thought, reply, True))
+            if user:
+                texts += [reply, user]
+                dialogue.trunk += chat.after(system, texts, None if think else ids)
+        if dialogue.turns:
+            dialogues.append(dialogue)
+    if not dialogues:
+        raise ValueError(f"{path}: no dialogue with usable {'think' if think else 'plain'} turns reaches {min_emotion} points; lower --min-emotion")
+    return dialogues
+
+
+def warm_start(args):
+    """Fine-tune --model on --data and save it in Hugging Face format under --out."""
+    torch.manual_seed(args.seed)
+    model, tokenizer = load_policy(args.model)
+    chat, rng = ChatTokens(tokenizer), random.Random(args.seed)
+    dialogues = read_demonstrations(args.data, chat, args.min_emotion, args.think)
+    print(f"{len(dialogues)} dialogues, {sum(len(t.ids) for d in dialogues for t in d.turns)} agent tokens")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+    model.train()
+    for epoch in range(args.epochs):
+        order = rng.sample(dialogues, len(dialogues))
+        bar = tqdm(range(0, len(order), args.batch), desc=f"epoch {epoch + 1}", disable=None)
+        for at in bar:
+            batch = order[at:at + args.batch]
+            loss, _, _ = sft_loss(model, batch, [weights_of(chat, d, None, 1.0, 0.0) for d in batch])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    save_policy(model, tokenizer, args.out, think=args.think, temperature=1.0, max_new_tokens=1024)
+    print(f"saved {args.out}")
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="causal LM to warm-start, Hugging Face folder or name (default: build the embedded policy)")
+    parser.add_argument("--data", default="", help="transcript file to learn from, JSONL (needed with --model)")
+    parser.add_argument("--min-emotion", type=int, default=70, help="learn only from dialogues that ended at this many points (default: 70, tier A)")
+    parser.add_argument("--think", action=argparse.BooleanOptionalAction, default=None,
+                        help="think mode (default: both embedded policies; with --model no)")
+    parser.add_argument("--out", default="", help="folder to save in (default: runs/tiny-sft/MODE; with --model runs/sft)")
+    parser.add_argument("--epochs", type=int, default=1, help="with --model: passes over the data (default: 1)")
+    parser.add_argument("--batch", type=int, default=8, help="with --model: dialogues an optimizer step (default: 8)")
+    parser.add_argument("--lr", type=float, default=1e-5, help="with --model: learning rate (default: 1e-5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, demonstrations and order (default: 0)")
+    args = parser.parse_args(argv)
+    if bool(args.model) != bool(args.data):
+        raise ValueError("--model and --data go together: which model learns from which transcripts")
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.model:
+        args.out, args.think = args.out or "runs/sft", bool(args.think)
+        return warm_start(args)
+    for think in (True, False) if args.think is None else (args.think,):
+        print(f"saved {build_tiny(think, args.out or Path('runs/tiny-sft') / ('think' if think else 'plain'), args.seed)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"sft.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

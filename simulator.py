@@ -10,10 +10,12 @@ Differs from the released code: one emotion, never a stale copy; exactly `max_tu
 only as a message's close; emotions >= 100 and < 10 end training dialogues too, as they end the published evaluation.
 Run: python simulator.py --scenario interview/praise       # you are the agent; --list shows the scenarios
 """
+import argparse
 import json
 import math
 import random
 import re
+import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -59,7 +61,7 @@ def load_scenarios(path):
     """
     scenarios, seen = [], {}
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); give a JSONL file of scenarios") from None
     for number, line in enumerate(lines, 1):
@@ -68,8 +70,8 @@ def load_scenarios(path):
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: not valid JSON ({error})") from None
         if not isinstance(row, dict):
             raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
         for scenario in _scenarios_of_row(row, where):
@@ -89,7 +91,7 @@ def _scenarios_of_row(row, where):
     traits = row.get("cha_group", [])
     if not isinstance(traits, list) or not all(isinstance(trait, str) for trait in traits):
         raise ValueError(f"{where}: cha_group: must be a list of strings")
-    if not isinstance(row.get("first_talk") or "", str):
+    if not isinstance(row.get("first_talk", ""), str | None):
         raise ValueError(f"{where}: first_talk: must be a string")
     script, event = row.get("script"), row["id"]
     if script is not None:
@@ -209,7 +211,8 @@ def parse_appraisal(raw) -> Appraisal:
         fields = line and [None, None, None, None, line[1]]
     if not fields or fields[-1] is None:
         raise ParseError("no Change section at the end")
-    if re.search(r"^[ \t*#\[【]{0,9}(?:Response|回复)[\]】* \t]{0,9}[:：]", str(fields[-1]), re.M):
+    if (json_fields(text, REPLY) or [None])[-1] is not None or re.search(
+            r"^[ \t*#\[【]{0,9}(?:Response|回复)[\]】* \t]{0,9}[:：]", str(fields[-1]), re.M):
         raise ParseError("this is a reply: its Change says how the draft was altered")
     number = read_number(fields[-1])
     change = int(math.copysign(math.floor(min(abs(number), 1e6) + 0.5), number))      # rule 3
@@ -372,49 +375,64 @@ def _cues():
 
 
 def acts_in(text):
-    """The dialogue acts that a reply performs: a sorted list of intention names, "dismissal" included."""
+    """The dialogue acts that a reply performs: a sorted list of intention names, "dismissal" included.
+
+    An act that is denied ("I do not admire you") is none. The words of a cue may hold a "not" themselves ("not to blame").
+    """
     text = text.lower().replace("’", "'")
-    return sorted(act for act, cue in _cues().items() if cue.search(text))
+    return sorted(act for act, cue in _cues().items() if any(not _DENIED.search(text[:m.start()]) for m in cue.finditer(text)))
+
+
+_DENIED = re.compile(r"(\b(not|never|no)|n't)( [a-z']+){0,2} ?$")
 
 
 def words_of(text):
-    return re.findall(r"[a-z0-9']+", text.lower().replace("’", "'"))
+    return re.findall(r"[a-z0-9]+(?:['-][a-z0-9]+)*", text.lower().replace("’", "'"))
 
 
-def things_in(text):
-    """Common nouns named in a text, in order, once each. A plural in -s counts as its singular."""
-    found = (w if w in nouns() else w[:-1] for w in words_of(text) if w in nouns() or w[-1] == "s" and w[:-1] in nouns())
+def things_in(text, own=frozenset(), claimed=False):
+    """Common nouns (and the script's own words) that a text names, in order, once each; a plural in -s is its singular.
+
+    claimed: only those it speaks of as known, "the coat" or "your coat"; "a coat" may be any.
+    """
+    found, previous = [], ""
+    for word in words_of(text):
+        word, known = word.removesuffix("'s"), nouns() | own
+        if word not in known and word[-1:] == "s" and word[:-1] in known:
+            word = word[:-1]
+        if word in known and (not claimed or previous in _POINTERS):
+            found.append(word)
+        previous = word
     return list(dict.fromkeys(found))
 
 
+_POINTERS = frozenset("the your that this these those his her their".split())
 FUNCTION_WORDS = frozenset("a an the my your his her our their this that these those i you he she it we they me him us them to of "
-                           "in on at by for with from about near and or but not is are was were be been am do did does have has "
+                           "in on at by for with from about near and or but not is are was were be am do did does have has "
                            "had will would could should can may might must what which who how why when where there so if as all "
-                           "no yes than then let there's i'm it's you're don't that's more before after".split())
-_NEVER_BEFORE_END = frozenset("a an the my your our their of and or but if than".split())      # "about the." breaks off
+                           "no yes than then let there's i'm it's you're don't that's more before after too either".split())
 _ARTICLES = frozenset("a an the my your our their".split())
+_NEVER_LAST = _ARTICLES | {"and", "or"}                 # "about the." breaks off
 _NEVER_AFTER_ARTICLE = _ARTICLES | frozenset("i you he she it we they is are was were be am do did does have has had will "
                                              "would could should can may might must to of in on at by for with from about".split())
+_DOUBLED = frozenset("so no very really had that yes well hey oh".split())             # "I am so, so sorry"
 
 
 def garbled(text):
-    """True when a text cannot be English: broken sentences, stammer, bare keyword lists, symbol soup."""
-    letters = sum(c.isalpha() for c in text)
-    if letters < 0.6 * len(text.replace(" ", "")):
+    """True when a text cannot be English: broken sentences, stammer, bare keyword lists, symbol soup. It means to be sure
+    rather than to find all: honest replies must never be called garbled."""
+    if sum(c.isalpha() for c in text) < 0.6 * len(re.sub(r"[\s.…]", "", text)):
         return True
-    for sentence in filter(None, re.split(r"(?<=[.!?])\s+", text.strip())):
+    words = words_of(text)
+    if len(words) >= 6 and sum(w in FUNCTION_WORDS for w in words) < 0.15 * len(words):
+        return True
+    for sentence in filter(None, re.split(r"[.!?…]+\s+(?=[A-Z])", text.strip())):
         words = words_of(sentence)
-        if not sentence[0].isupper() and sentence[0].isalpha() or sentence[-1] not in ".!?\"')":
-            return True
-        if len(words) >= 3 and sum(w in FUNCTION_WORDS for w in words) < 0.2 * len(words):
-            return True
-        if words and words[-1] in _NEVER_BEFORE_END:
-            return True
         pairs = list(zip(words, words[1:]))
-        if any(a == b for a, b in pairs) or any(a in _ARTICLES and b in _NEVER_AFTER_ARTICLE for a, b in pairs):
+        if words and words[-1] in _NEVER_LAST or any(a in _ARTICLES and b in _NEVER_AFTER_ARTICLE for a, b in pairs):
             return True
-        if len(set(pairs)) < len(pairs) - 1:           # the same two words twice: "about you about you"
-            return True
+        if any(a == b and a not in _DOUBLED for a, b in pairs) or any(a == b for a, b in zip(pairs, pairs[2:])):
+            return True                                # "the the", "about you about you"
     return False
 
 
@@ -425,10 +443,10 @@ class ScriptedSimulator:
     story, the present) and how (feeling or thinking); 4 x 2 = 8 needs. `challenging` gives one kind at a time, so the need
     follows only from the whole dialogue; `vanilla` names it. With every message the user tells one more detail.
 
-        right act, names something told  +10       right act, names nothing       +5 (vanilla: +10)
-        right act, in last turn's words   +5       right focus, wrong stance      +5 once (challenging)
+        right act, names something told  +10       right act, names nothing                     +5 (vanilla: +10)
+        right act, in last turn's words   +5       right focus, wrong stance, names something   +5 once (challenging)
         empathy or listening, vanilla     +5 once  any other act, two acts at once, a thing never told, a repeat,
-        dismissal, echo, no act at all   -10       over-long, a volley of questions, garbled text          -5
+        dismissal, echo, no act at all   -10       over-long, a volley of questions, garbled or two-word text      -5
     """
 
     def __init__(self, scenario, difficulty="challenging", start_emotion=40, max_turns=9, seed=0):
@@ -440,6 +458,7 @@ class ScriptedSimulator:
         self.user_texts, self.replies, self.told = [], [], []
         self.kindnesses = 0             # how often a merely kind or half-right reply was already welcomed
         self.last_hint = None
+        self.own_words = frozenset(word for word, _ in scenario.script["details"])
 
     def opening(self):
         return self._say(self.scenario.script["details"][0][1])
@@ -469,7 +488,7 @@ class ScriptedSimulator:
     def _say(self, telling, reaction=""):
         message = " ".join(filter(None, (reaction, telling, self._hint())))
         self.user_texts.append(message)
-        self.told += [w for w in things_in(telling) if w not in self.told]
+        self.told += [w for w in things_in(telling, self.own_words) if w not in self.told]
         return message
 
     def _hint(self):
@@ -485,19 +504,22 @@ class ScriptedSimulator:
 
     def _appraise(self, reply):
         """-> verdict (a key of user.json thoughts), change, act, the thing named."""
-        acts, things, need = acts_in(reply), things_in(reply), self.scenario.intention
-        words = words_of(reply)
+        acts, need = acts_in(reply), self.scenario.intention
+        words, heard = words_of(reply), words_of(" ".join(self.user_texts))
         act = acts[0] if len(acts) == 1 else None
-        foreign = [w for w in things if w not in self.told and w not in words_of(" ".join(self.user_texts))]
-        named = [w for w in things if w in self.told]
+        claimed = things_in(reply, self.own_words, claimed=True)
+        named = [w for w in claimed if w in self.told]
+        foreign = [w for w in claimed if w not in self.told and w not in heard]
         if "dismissal" in acts:
             return "dismissal", -10, "dismissal", ""
-        if words and _overlap(words, words_of(" ".join(self.user_texts))) > 0.5:
+        if len(words) > 5 and _overlap(words, heard) > 0.5:
             return "echo", -10, act, ""
         if not acts:
             return "nothing", -10, None, ""
         if len(acts) > 1:
             return "mixed", -5, " and ".join(acts), ""
+        if len(words) < 3:
+            return "terse", -5, act, ""
         if garbled(reply):
             return "garbled", -5, act, ""
         if any(words == words_of(old) for old in self.replies):
@@ -509,7 +531,7 @@ class ScriptedSimulator:
         if foreign:
             return "foreign", -5, act, foreign[0]
         if act == need:
-            if self.replies and _frame(reply) == _frame(self.replies[-1]):
+            if self.replies and _same_phrase(reply, self.replies[-1]):
                 return "again", 5, act, ""
             return ("right", 10, act, named[-1]) if named else ("vague", 10 if self.difficulty == "vanilla" else 5, act, "")
         kind = ("partner" if self.difficulty == "challenging" and FOCUS[act] == FOCUS[need] and named else
@@ -521,17 +543,19 @@ class ScriptedSimulator:
 
 
 def _overlap(words, source):
-    """Share of a reply's word triples that stand in `source`; short replies count when they stand there whole."""
-    size = min(3, len(words))
-    known = {tuple(source[i:i + size]) for i in range(len(source) - size + 1)}
-    grams = [tuple(words[i:i + size]) for i in range(len(words) - size + 1)]
-    return sum(g in known for g in grams) / len(grams)
+    """Share of a reply's word triples that stand in `source`."""
+    triples = list(zip(words, words[1:], words[2:]))
+    known = set(zip(source, source[1:], source[2:]))
+    return sum(triple in known for triple in triples) / len(triples)
 
 
-def _frame(reply):
-    """A reply's wording without the things it names, one sentence a piece: what makes two replies the same phrase."""
-    sentences = (tuple(w for w in words_of(s) if w not in nouns()) for s in re.split(r"[.!?]", reply))
-    return max(sentences, key=len)          # the longest sentence carries the act; openers and closers do not
+def _same_phrase(reply, earlier):
+    """Whether two replies perform their act in the same words, whatever they name and however they are padded."""
+    def wording(text):
+        acting = [s for s in re.split(r"[.!?]+", text) if acts_in(s)]
+        return {w for s in acting for w in words_of(s)} - nouns() - FUNCTION_WORDS
+    a, b = wording(reply), wording(earlier)
+    return len(a & b) >= 0.5 * max(1, min(len(a), len(b)))
 
 
 # ---- reference players: what the scripted score means ----------------------------------------------------------------
@@ -584,3 +608,50 @@ def play_reference(name, scenario, difficulty="challenging", start_emotion=40, m
         message, change, end = reaction.message, reaction.change, reaction.end_reason
     return user.emotion
 
+
+
+# ---- be the agent yourself -----------------------------------------------------------------------------------------------
+
+def chat_in_terminal(scenario, difficulty, seed):
+    """You write the replies; after each one you see what the user felt, and why."""
+    user = ScriptedSimulator(scenario, difficulty, seed=seed)
+    print(f"{scenario.persona}\n\nYou are this person's friend in a chat (scripted user, {difficulty}; at most {user.max_turns} replies, Ctrl-D leaves).")
+    print(f"\nemotion {user.emotion}\nuser  {user.opening()}")
+    reaction = None
+    while not (reaction and reaction.end_reason):
+        try:
+            reply = input("you   ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            break
+        reaction = user.hear(reply)
+        print(f"      ({reaction.inner})\nemotion {reaction.emotion} ({reaction.change:+d})\nuser  {reaction.message}")
+    ended = reaction.end_reason if reaction and reaction.end_reason else "you left"
+    print(f"\n{ended}: {user.emotion} points. The hidden wish was {scenario.intention}: {INTENTIONS[scenario.intention][0]}")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Talk with a simulated user yourself, as the agent.")
+    parser.add_argument("--scenario", default="", help="id of the scenario to play (default: a random one)")
+    parser.add_argument("--list", action="store_true", help="print the scenario ids and openings, then stop")
+    parser.add_argument("--scenarios", default=str(PROMPTS / "en" / "train.jsonl"), help="JSONL file of scenarios (default: prompts/en/train.jsonl)")
+    parser.add_argument("--difficulty", choices=("challenging", "vanilla"), default="challenging",
+                        help="challenging hides its need in hints, vanilla names it (default: challenging; RLVER 3.4)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the user's choices (default: 0)")
+    args = parser.parse_args(argv)
+    scenarios = {scenario.id: scenario for scenario in load_scenarios(args.scenarios)}
+    if args.list:
+        for name, scenario in scenarios.items():
+            print(f"{name:24s} {scenario.first_message}")
+    elif args.scenario and args.scenario not in scenarios:
+        raise ValueError(f"no scenario {args.scenario!r} in {args.scenarios}; --list shows them")
+    else:
+        chat_in_terminal(scenarios[args.scenario] if args.scenario else random.choice([*scenarios.values()]), args.difficulty, args.seed)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"simulator.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import sys
 import time
 from collections import Counter
@@ -22,21 +21,27 @@ from tqdm import tqdm
 import grpo
 import ppo
 import sft
-from rollout import ChatTokens, Dialogue, HFEngine, load_policy, rollout, seed_of, show_tokens, system_prompt
+from rollout import ChatTokens, Dialogue, HFEngine, load_policy, rollout, save_policy, seed_of, show_tokens, system_prompt
 from simulator import PROMPTS, ScriptedSimulator, load_scenarios
 
 # The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
-TINY = dict(steps=40, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4, critic_lr=1e-3, warmup_steps=4,
-            lr_end=0.4, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, critic_values="turn", critic_warmup=1,
-            tokens_per_batch=8192, save_every=18)
+TINY = dict(steps=24, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4, critic_lr=1e-3, warmup_steps=4,
+            lr_end=0.3, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, kl_coef=0.15, critic_values="turn", critic_warmup=1,
+            tokens_per_batch=8192, save_every=12)
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = lambda group, flag, default, text, **kw: group.add_argument(
-        flag, default=default, help=f"{text} (default: {default}" + (f"; tiny: {TINY[kw.get('dest') or flag[2:].replace('-', '_')]})"
-                                                                     if (kw.get('dest') or flag[2:].replace('-', '_')) in TINY else ")"),
-        **({"type": type(default)} if default is not None and not isinstance(default, bool) and "type" not in kw else {}), **kw)
+    parser.error = lambda message: parser.exit(2, f"train.py: error: {message} (--help lists the flags)\n")
+
+    def add(group, flag, default, text, **kw):
+        """One flag, one line; its help ends with the default, and with the embedded preset's where that differs."""
+        name = flag[2:].replace("-", "_")
+        if not isinstance(default, bool):
+            kw.setdefault("type", type(default))
+        shown = "empty" if default == "" else Path(default).relative_to(PROMPTS.parent) if name == "scenarios" else default
+        group.add_argument(flag, default=default, help=f"{text} (default: {shown}" + (f"; tiny: {TINY[name]})" if name in TINY else ")"), **kw)
+
     run = parser.add_argument_group("run")
     add(run, "--algo", "ppo", "ppo or grpo", choices=("ppo", "grpo"))
     add(run, "--think", False, "think inside <think></think> before speaking, paper 2.3", action=argparse.BooleanOptionalAction)
@@ -121,8 +126,8 @@ def main(argv=None):
     if args.resume:
         args = args_of_run(args)
     scenarios = load_scenarios(args.scenarios)
-    for scenario in scenarios[:1]:
-        ScriptedSimulator(scenario)                                # a scenario file without scripts fails here, not later
+    for scenario in scenarios:
+        ScriptedSimulator(scenario)                                # a scenario without a script fails here, not later
     run = run_folder(args)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -138,7 +143,7 @@ def main(argv=None):
     sampler = Sampler(scenarios, args.seed)
     rng, start, system = random.Random(args.seed), 0, system_prompt(args.think)
     if args.resume:
-        start = load_checkpoint(run, policy, critic, optimizers, sampler, rng)
+        start = engine.weight_version = load_checkpoint(run, policy, critic, optimizers, sampler, rng)
     else:
         write_config(run, args)
     learner = ppo if args.algo == "ppo" else grpo
@@ -151,6 +156,10 @@ def main(argv=None):
         make_user = lambda d: ScriptedSimulator(d.scenario, args.difficulty, args.start_emotion, args.max_turns, seed_of("user", args.seed, step, d.group))
         seconds = rollout(engine, chat, dialogues, make_user, system)                            # 2. talk; the user feels
         batch = ppo.make_batch(dialogues, args.format_reward)                                    # 3. flatten
+        if not batch.dialogues:
+            ends = ", ".join(sorted({d.end_reason for d in dialogues}))
+            raise ValueError(f"step {step + 1}: no dialogue brought a reward ({ends}); context_full: lower --max-new-tokens "
+                             f"{args.max_new_tokens}; simulator_failed: {next((d.error for d in dialogues if d.error), 'see the transcript')}")
         if args.show_tokens and step == start:
             show_tokens(batch, chat, *learner.estimate(critic, batch, args)[:2])
         updated = time.perf_counter()
@@ -166,9 +175,8 @@ def main(argv=None):
                         generate=f"{seconds['generate']:.1f}s", simulate=f"{seconds['simulate']:.1f}s", update=f"{seconds['update']:.1f}s")
         warn(metrics, args)
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:                          # 6. save
-            save_checkpoint(run, step + 1, policy, tokenizer, critic, optimizers, sampler, rng)
-    print(f"done: {run}/checkpoints/step-{args.steps:06d}   next: python evaluate.py --model {run}/checkpoints/step-{args.steps:06d}"
-          f"{' --think' if args.think else ''}")
+            save_checkpoint(run, step + 1, args, policy, tokenizer, critic, optimizers, sampler, rng)
+    print(f"done. Next: python evaluate.py --model {run}")
     return run
 
 
@@ -283,20 +291,18 @@ def log(run, metrics, dialogues):
                 "".join(json.dumps(d.to_dict(), ensure_ascii=False) + "\n" for d in dialogues))
 
 
-def save_checkpoint(run, step, policy, tokenizer, critic, optimizers, sampler, rng):
-    """Written beside and renamed: a Hugging Face folder, plus trainer/ with all that a resume needs."""
-    path = run / "checkpoints" / f"step-{step:06d}"
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    policy.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    (partial / "trainer").mkdir()
-    version, internal, gauss = rng.getstate()
-    (partial / "trainer" / "state.json").write_text(json.dumps({"step": step, "sampler": sampler.state(), "rng": [version, list(internal), gauss]}))
-    torch.save({"critic": critic.state_dict() if critic is not None else None, "torch_rng": torch.get_rng_state(),
-                **{f"optimizer_{name}": optimizer.state_dict() for name, optimizer in optimizers.items()}}, partial / "trainer" / "state.pt")
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(partial, path)
+def save_checkpoint(run, step, args, policy, tokenizer, critic, optimizers, sampler, rng):
+    """A Hugging Face folder, plus trainer/ with all that a resume needs; it appears whole or not at all."""
+    def trainer_state(folder):
+        version, internal, gauss = rng.getstate()
+        (folder / "trainer").mkdir()
+        (folder / "trainer" / "state.json").write_text(json.dumps(
+            {"step": step, "sampler": sampler.state(), "rng": [version, list(internal), gauss]}))
+        torch.save({"critic": critic.state_dict() if critic is not None else None, "torch_rng": torch.get_rng_state(),
+                    **{f"optimizer_{name}": optimizer.state_dict() for name, optimizer in optimizers.items()}}, folder / "trainer" / "state.pt")
+
+    save_policy(policy, tokenizer, run / "checkpoints" / f"step-{step:06d}", trainer_state,
+                think=args.think, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
 
 
 def load_checkpoint(run, policy, critic, optimizers, sampler, rng):

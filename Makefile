@@ -1,0 +1,30 @@
+# Two commands do all the set-up: `make train` and `make test`. A second call installs nothing.
+PYTHON ?= python3
+REQUIREMENTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo requirements.txt || echo requirements-cpu.txt)
+RUN ?= runs/first
+PY := .venv/bin/python
+EVALUATE := $(PY) evaluate.py --repetitions 2
+
+.PHONY: setup train test clean
+
+setup: .venv/installed
+
+.venv/installed: $(REQUIREMENTS)
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet -r $(REQUIREMENTS)
+	touch $@
+
+# PPO with thinking on the embedded world, then the same held-out scenarios before and after, then the report
+train: setup
+	@test ! -e $(RUN)/config.json || { echo "$(RUN) exists; remove it, or: make train RUN=runs/second"; exit 2; }
+	$(PY) train.py --algo ppo --think --name $(notdir $(RUN))
+	$(EVALUATE) --model runs/tiny-sft/think --json $(RUN)/before.json --save-transcripts $(RUN)/before.jsonl
+	$(EVALUATE) --model $(RUN) --json $(RUN)/after.json --save-transcripts $(RUN)/after.jsonl
+	$(PY) evaluate.py --compare $(RUN)/before.json $(RUN)/after.json
+	$(PY) evaluate.py --report $(RUN)
+
+test: setup
+	$(PY) -m pytest
+
+clean:
+	rm -rf .venv runs

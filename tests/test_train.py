@@ -1,0 +1,532 @@
+"""train.py: flags, the loop's run folder, resume, equal runs, who talks when. Every run here is of a random 50k-parameter model."""
+import argparse
+import json
+import math
+import random
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import evaluate
+import ppo
+import rollout
+import simulator
+import train
+from rollout import ChatTokens, Dialogue, Turn, load_policy
+from simulator import PROMPTS, Reaction, Scenario, SimulatorFailed
+
+ROOT = Path(__file__).resolve().parent.parent
+calm = settings(deadline=None, derandomize=True, database=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PERSON = Scenario("exam/praise", "exam", "a persona", "a background", "passive", (), "praise")
+
+
+# ---- helpers -------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def policy(tokenizer, tmp_path_factory):
+    """The folder of a saved random model."""
+    import sft
+    folder = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    sft.build_model(tokenizer, hidden=32, layers=2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def flags(policy, name, *more, steps=2):
+    """The command line of a small run; later flags win."""
+    return ["--model", str(policy), "--preset", "tiny", "--name", name, "--steps", str(steps), "--dialogues-per-step", "4", "--max-turns", "2",
+            "--max-new-tokens", "8", "--minibatches", "2", "--tokens-per-batch", "500", "--save-every", "1", *more]
+
+
+@pytest.fixture(autouse=True)
+def listeners(monkeypatch):
+    """Users that hear a stock reply, chosen by the random policy's words, so that rewards differ. Their rules are the real ones."""
+    hear = simulator.ScriptedSimulator.hear
+
+    def generous(self, reply):
+        rng = random.Random(reply)
+        return hear(self, simulator.stock_reply(rng.choice(list(simulator.INTENTIONS)), (self.told or [""])[-1], rng)[0])
+    monkeypatch.setattr(simulator.ScriptedSimulator, "hear", generous)
+
+
+def run(policy, name, *more, steps=2):
+    train.main(flags(policy, name, *more, steps=steps))
+    return Path("runs") / name
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} in a metrics file")
+
+
+def metrics(folder, times=False):
+    """The lines of metrics.jsonl; every number in them must be finite."""
+    rows = [json.loads(line, parse_constant=refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if times or not k.startswith("seconds")} for row in rows]
+
+
+def transcripts(folder):
+    return {path.name: path.read_text() for path in sorted((folder / "transcripts").iterdir())}
+
+
+def weights(folder, step):
+    return AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / f"step-{step:06d}").state_dict()
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def interrupt_in_step(monkeypatch, step):
+    """Ctrl-C after the update of this step (counted from now), before it is logged."""
+    sync, calls = rollout.HFEngine.sync, []
+
+    def counting(self, *args):
+        sync(self, *args)
+        calls.append(1)
+        if len(calls) == step:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(rollout.HFEngine, "sync", counting)
+
+
+# ---- flags ---------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def parser(monkeypatch):
+    found = []
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self))
+    with pytest.raises(SystemExit):
+        train.parse_args(["--help"])
+    monkeypatch.undo()
+    return found[0]
+
+
+def test_help_names_the_default_of_every_flag(parser, capsys):
+    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    assert len(actions) > 30
+    shown = lambda value: "empty" if value == "" else Path(value).name if isinstance(value, str) else str(value)
+    assert [a.option_strings[0] for a in actions if not (a.help and "default" in a.help and shown(a.default) in a.help)] == []
+    assert [name for name, value in train.TINY.items() for a in actions if a.dest == name and f"tiny: {value}" not in a.help] == []
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    page = capsys.readouterr().out
+    assert stop.value.code == 0 and [a.option_strings[0] for a in actions if a.option_strings[0] not in page] == []
+
+
+def test_every_setting_of_the_tiny_preset_is_a_flag_and_is_used_by_default():
+    args, paper = train.parse_args([]), train.parse_args(["--model", "M"])
+    assert {name: getattr(args, name) for name in train.TINY} == train.TINY and args.preset == "tiny"
+    assert paper.preset == "paper" and all(getattr(paper, name) != value for name, value in train.TINY.items())
+    assert vars(args).keys() == vars(paper).keys()
+
+
+def test_the_papers_numbers_are_the_defaults():
+    paper = train.parse_args(["--model", "M"])
+    expected = dict(lr=1e-6, critic_lr=5e-6, start_emotion=30, max_turns=8, dialogues_per_step=32, group_size=4, temperature=1.0, clip_eps=0.2,
+                    value_clip=0.5, ent_coef=0.001, kl_coef=0.0, gamma=1.0, gae_lambda=1.0, lr_end=1.0, gae="turn", format_reward=True, epochs=1)
+    assert {name: getattr(paper, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", sorted(train.TINY))
+@pytest.mark.parametrize("preset", [(), ("--preset", "tiny"), ("--preset", "paper", "--model", "M")])
+def test_an_explicit_flag_overrides_the_preset(name, preset):
+    paper = getattr(train.parse_args(["--model", "M"]), name)                # the very value that the preset would replace
+    for argv in ([*preset, f"--{name.replace('_', '-')}", str(paper)], [f"--{name.replace('_', '-')}", str(paper), *preset]):
+        assert getattr(train.parse_args(argv), name) == paper
+
+
+def test_the_tiny_preset_can_be_given_with_another_model():
+    args = train.parse_args(["--model", "M", "--preset", "tiny"])
+    assert args.model == "M" and args.steps == train.TINY["steps"]
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--algo", "grpo", "--group-size", "1"], "--group-size"),
+    (["--algo", "grpo", "--dialogues-per-step", "6", "--group-size", "4"], "multiple"),
+    (["--preset", "paper"], "--model"),
+    (["--steps", "0"], "--steps"), (["--max-turns", "0"], "--max-turns"), (["--max-new-tokens", "0"], "--max-new-tokens"),
+    (["--dialogues-per-step", "0"], "--dialogues-per-step"), (["--save-every", "0"], "--save-every"), (["--minibatches", "-1"], "--minibatches"),
+    (["--start-emotion", "9"], "--start-emotion"), (["--start-emotion", "100"], "--start-emotion"),
+    (["--temperature", "0"], "--temperature"), (["--temperature", "-1"], "--temperature"),
+    (["--scenarios", "no/such/file.jsonl"], "no/such/file.jsonl"),
+    (["--resume", "runs/none"], "runs/none"),
+])
+def test_what_cannot_work_is_refused_in_one_line_before_a_model_is_loaded(here, monkeypatch, argv, says):
+    monkeypatch.setattr(train, "load_policy", lambda path: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(train.sft, "build_tiny", lambda *args, **kw: pytest.fail("a model was built"))
+    with pytest.raises(ValueError) as error:
+        train.main(argv)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert list(here.iterdir()) == []                                        # nothing was written
+
+
+def scenario_file(path, *with_script):
+    row = {"id": "x", "player": "p", "scene": "s", "main_cha": "c", "task": "praise", "first_talk": "Hello."}
+    script = {"details": [["dog", "My dog is ill."]]}
+    path.write_text("".join(json.dumps(row | {"id": f"x{i}"} | ({"script": script} if has else {})) + "\n" for i, has in enumerate(with_script)))
+    return str(path)
+
+
+@pytest.mark.parametrize("scripts", [(False, False), (True, False), (False, True)])
+def test_a_scenario_without_a_script_is_refused_before_a_model_is_loaded(here, monkeypatch, scripts):
+    monkeypatch.setattr(train, "load_policy", lambda path: pytest.fail("a model was loaded"))
+    path = scenario_file(here / "scenarios.jsonl", *scripts)
+    with pytest.raises(ValueError, match="script") as error:
+        train.main(["--model", "M", "--preset", "tiny", "--scenarios", path])
+    assert "\n" not in str(error.value) and f"x{scripts.index(False)}" in str(error.value)
+    assert [p.name for p in here.iterdir()] == ["scenarios.jsonl"]
+
+
+def test_a_run_folder_that_exists_is_refused_and_left_alone(here, policy):
+    folder = run(policy, "again", steps=1)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="again exists.*--resume") as error:
+        run(policy, "again", steps=1)
+    assert "\n" not in str(error.value)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_reply_length_that_leaves_no_room_in_the_context_is_refused_in_one_line(here, policy):
+    with pytest.raises(ValueError, match="max-new-tokens") as error:         # the model's context holds 2048 tokens
+        run(policy, "long", "--max-new-tokens", "2040", steps=1)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_whole_checkpoint_cannot_be_resumed(here, policy):
+    folder = run(policy, "cut", steps=1)
+    (folder / "checkpoints" / "step-000001").rename(folder / "checkpoints" / "step-000001.partial")
+    with pytest.raises(ValueError, match="checkpoint") as error:
+        train.main(["--resume", str(folder)])
+    assert "\n" not in str(error.value)
+
+
+def command_line(monkeypatch, capsys, *argv):
+    """train.py as __main__, in this process: exit code and what it wrote to stderr."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    return stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--algo", "grpo", "--group-size", "1"], ["--resume", "runs/none"], ["--model", "no such model"],
+                                  ["--algo", "dpo"], ["--steps", "many"], ["--no-such-flag"]])
+def test_bad_flags_end_with_one_line_and_exit_code_2(here, monkeypatch, capsys, argv):
+    code, err = command_line(monkeypatch, capsys, *argv)
+    assert code == 2 and err.startswith("train.py: error: ") and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_the_program_itself_ends_with_one_line_and_exit_code_2(here):
+    argv = [sys.executable, str(ROOT / "train.py"), "--scenarios", "nowhere.jsonl"]
+    done = subprocess.run(argv, cwd=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "nowhere.jsonl" in done.stderr and "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("train.py: error")]) == 1 and done.stderr.count("\n") == 1
+
+
+# ---- a run is a folder -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("algo, mode, more", [
+    ("ppo", "--think", ("--no-format-reward",)),
+    ("ppo", "--no-think", ("--gae", "dialogue", "--critic-values", "token", "--epochs", "2")),
+    ("grpo", "--think", ("--group-size", "4", "--no-std", "--difficulty", "vanilla", "--no-format-reward")),
+    ("grpo", "--no-think", ("--group-size", "4", "--kl-coef", "0.1", "--show-tokens", "--no-format-reward")),
+])
+def test_two_steps_write_the_whole_run_folder(here, policy, capsys, algo, mode, more):
+    folder = run(policy, "run", "--algo", algo, mode, "--critic-warmup", "0", *more)
+    out, err = capsys.readouterr()
+    config = json.loads((folder / "config.json").read_text())
+    assert config["algo"] == algo and config["think"] == (mode == "--think") and config["steps"] == 2 and config["model"] == str(policy)
+    rows = metrics(folder, times=True)
+    assert [row["step"] for row in rows] == [1, 2]
+    needed = {"emotion", "success", "failure", "reward_raw", "reward_gated", "format_rate", "turns", "pg_loss", "lr", "entropy", "approx_kl",
+              "clipfrac", "grad_norm", "weight_version", "seconds_generate", "seconds_simulate", "seconds_update", "repeat_rate", "response_len"}
+    assert all(needed <= row.keys() and row["dialogues"] == 4 and row["failed"] == 0 for row in rows)
+    assert ("v_loss" in rows[0]) == (algo == "ppo") and ("frac_zero_std_groups" in rows[0]) == (algo == "grpo")
+    assert rows[0]["weight_version"] < rows[1]["weight_version"] and rows[0]["grad_norm"] > 0
+    assert max(row["mismatch_max"] for row in rows) < 1e-3                   # engine and learner agree, before and after a sync
+    assert list(transcripts(folder)) == ["step-000001.jsonl", "step-000002.jsonl"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+    assert not list(folder.rglob("*.partial"))
+    assert all(word in out for word in (str(policy), "scripted", "scenarios", "run"))                # what runs here, and how to change it
+    assert ("advantage  token" in out) == ("--show-tokens" in more)
+    assert "--max-new-tokens" in err                                         # a random model never ends its turn: the run says so
+
+
+def test_transcripts_of_a_run_verify_and_hold_its_dialogues(here, policy):
+    folder = run(policy, "run", "--start-emotion", "50")
+    for row, path in zip(metrics(folder), sorted((folder / "transcripts").iterdir())):
+        lines = evaluate.read_transcripts(path)
+        found = evaluate.verify(lines)
+        assert found["faults"] == [] and found["transitions"] == found["transitions_ok"] == sum(len(line["turns"]) for line in lines) > 0
+        finals = [line["final_emotion"] for line in lines]
+        assert len(lines) == row["dialogues"] == 4 and row["emotion"] == pytest.approx(sum(finals) / 4)
+        assert [line["reward"] for line in lines] == [final / 100 for final in finals]
+        per_turn = [line["reward"] for line in lines for _ in line["turns"]]
+        assert row["reward_raw"] == pytest.approx(sum(per_turn) / len(per_turn))
+        assert row["failure"] == 100 * sum(final < 10 for final in finals) / 4
+        assert len({(line["scenario"], line["seed"]) for line in lines}) == 4 and all(line["start_emotion"] == 50 for line in lines)
+
+
+def test_a_checkpoint_loads_in_plain_transformers_with_equal_logits_and_template(here, policy, monkeypatch):
+    engines, sync = [], rollout.HFEngine.sync
+    monkeypatch.setattr(rollout.HFEngine, "sync", lambda self, *args: (engines.append(self), sync(self, *args))[1])
+    folder = run(policy, "run", "--lr", "0.01", "--critic-warmup", "0")
+    saved = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "step-000002").eval()
+    tokenizer, original = (AutoTokenizer.from_pretrained(path) for path in (folder / "checkpoints" / "step-000002", policy))
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        trained = engines[-1].model.eval()(ids).logits
+        assert torch.equal(saved(ids).logits, trained)
+        assert not torch.allclose(load_policy(policy)[0](ids).logits, trained, atol=1e-3)      # it did learn something
+    assert not equal(weights(folder, 1), weights(folder, 2))
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello, my dog."}]
+    page = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert page == original.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer(page)["input_ids"] == original(page)["input_ids"] and ChatTokens(tokenizer).end_ids == ChatTokens(original).end_ids
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_four_steps_equal_two_and_two_after_a_resume(here, policy, monkeypatch, algo):
+    how = ("--algo", algo, "--save-every", "2", "--epochs", "2", "--critic-warmup", "0", "--think", "--no-format-reward")
+    whole = run(policy, "whole", *how, steps=4)
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, 4)                                          # step 3 is logged, its weights are lost
+        with pytest.raises(KeyboardInterrupt):
+            run(policy, "halves", *how, steps=4)
+    halves = Path("runs/halves")
+    assert [row["step"] for row in metrics(halves)] == [1, 2, 3]
+    train.main(["--resume", str(halves)])
+    assert equal(weights(whole, 4), weights(halves, 4))
+    assert transcripts(whole) == transcripts(halves)
+    assert equal(weights(whole, 2), weights(halves, 2)) and not equal(weights(whole, 2), weights(whole, 4))
+    for one, other in zip(metrics(whole), metrics(halves), strict=True):
+        assert {name: (one.get(name), other.get(name)) for name in one.keys() | other.keys() if one.get(name) != other.get(name)} == {}
+
+
+def test_a_save_that_breaks_leaves_no_checkpoint_behind_and_the_run_goes_on_from_the_last_whole_one(here, policy, monkeypatch):
+    whole = run(policy, "whole", steps=3)
+    save, calls = torch.save, []
+
+    def breaking(what, path, *args, **kwargs):
+        calls.append(path)
+        if len(calls) == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError("no space left on device")
+        return save(what, path, *args, **kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", breaking)
+        with pytest.raises(OSError, match="no space"):
+            run(policy, "broken", steps=3)
+    broken = Path("runs/broken")
+    assert [p.name for p in (broken / "checkpoints").iterdir() if p.suffix != ".partial"] == ["step-000001"]
+    train.main(["--resume", str(broken)])
+    assert equal(weights(whole, 3), weights(broken, 3)) and transcripts(whole) == transcripts(broken)
+
+
+def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_differ(here, policy):
+    first, again, other = (run(policy, name, "--think", "--seed", seed) for name, seed in (("a", "0"), ("b", "0"), ("c", "1")))
+    assert metrics(first) == metrics(again) != metrics(other)
+    assert transcripts(first) == transcripts(again) != transcripts(other)
+    assert equal(weights(first, 2), weights(again, 2)) and not equal(weights(first, 2), weights(other, 2))
+
+
+def test_the_micro_batch_size_changes_memory_and_not_the_run(here, policy):
+    small, large = (run(policy, name, "--think", "--tokens-per-batch", size, steps=1) for name, size in (("a", "1"), ("b", "100000")))
+    for a, b in zip(metrics(small), metrics(large)):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    assert transcripts(small) == transcripts(large)
+
+
+def test_warm_up_of_the_critic_leaves_the_policy_alone(here, policy):
+    folder = run(policy, "run", "--critic-warmup", "1")
+    assert equal(weights(folder, 1), load_policy(policy)[0].state_dict()) and not equal(weights(folder, 1), weights(folder, 2))
+    assert "v_loss" in metrics(folder)[0]
+
+
+def failing_users(monkeypatch, fails):
+    """Scripted users that fail at their second reply when `fails(number)`; users are numbered as they first hear something."""
+    hear, numbers = simulator.ScriptedSimulator.hear, {}
+
+    def failing(self, reply):
+        number = numbers.setdefault(id(self), len(numbers))
+        users.append(self)                                                   # kept alive: an id is never used twice
+        if self.replies and fails(number):
+            raise SimulatorFailed("429 for ever")
+        return hear(self, reply)
+    users = []
+    monkeypatch.setattr(simulator.ScriptedSimulator, "hear", failing)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_a_user_that_fails_is_left_out_counted_and_kept_in_the_transcript(here, policy, monkeypatch, algo):
+    failing_users(monkeypatch, lambda number: number == 2)
+    folder = run(policy, "run", "--algo", algo, "--dialogues-per-step", "8", "--group-size", "4", steps=1)
+    row, = metrics(folder)
+    lines = [json.loads(line) for line in transcripts(folder)["step-000001.jsonl"].splitlines()]
+    lost = [line for line in lines if line["end_reason"] == "simulator_failed"]
+    assert (row["dialogues"], row["failed"], len(lines), len(lost)) == (7, 1, 8, 1)
+    assert lost[0]["reward"] is None and "429 for ever" in lost[0]["error"] and None not in [x["reward"] for x in lines if x not in lost]
+    assert row["emotion"] == pytest.approx(sum(line["final_emotion"] for line in lines if line not in lost) / 7)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_a_step_in_which_every_user_fails_says_so_or_is_skipped(here, policy, monkeypatch, algo):
+    failing_users(monkeypatch, lambda number: True)
+    try:
+        run(policy, "run", "--algo", algo, steps=1)
+    except (ValueError, OSError) as error:                                   # what train.py turns into one line and exit code 2
+        assert "\n" not in str(error) and ("simulator" in str(error) or "failed" in str(error))
+    else:
+        row, = metrics(Path("runs/run"))
+        assert row["dialogues"] == 0 and row["failed"] == 4
+        assert equal(weights(Path("runs/run"), 1), load_policy(policy)[0].state_dict())
+
+
+def test_the_embedded_policy_is_used_when_no_model_is_given(here, policy, monkeypatch):
+    asked = []
+    monkeypatch.setattr(train.sft, "cached_tiny", lambda think, *args: asked.append(think) or policy)
+    more = flags(policy, "run", steps=1)[4:]
+    train.main([*more, "--think"])
+    assert asked == [True] and metrics(Path("runs/run"))[0]["dialogues"] == 4
+
+
+def test_a_run_has_a_name_of_its_algorithm_mode_and_seed(here, policy):
+    argv = flags(policy, "", "--algo", "grpo", "--think", "--seed", "5", steps=1)
+    train.main(argv)
+    assert [path.name for path in Path("runs").iterdir()] == ["grpo-think-5"]
+
+
+# ---- parts of the loop -------------------------------------------------------------------------------------------------------
+
+def rates(steps, **args):
+    """(policy, critic) learning rates of each step, and what set_learning_rates returns."""
+    args = argparse.Namespace(**{"lr": 8.0, "critic_lr": 3.0, "warmup_steps": 1, "lr_end": 1.0, "steps": steps} | args)
+    optimizers = {name: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=99.0) for name in ("policy", "critic")}
+    found = []
+    for step in range(steps):
+        returned = train.set_learning_rates(optimizers, args, step)
+        policy, critic = (optimizers[name].param_groups[0]["lr"] for name in ("policy", "critic"))
+        assert returned == policy
+        found.append((policy, critic))
+    return found
+
+
+def test_the_learning_rate_warms_up_from_the_first_step_and_then_stays():
+    assert [policy for policy, _ in rates(6, warmup_steps=4)] == pytest.approx([2, 4, 6, 8, 8, 8])
+    assert [policy for policy, _ in rates(3, warmup_steps=0)] == pytest.approx([8, 8, 8])
+    paper = rates(30, lr=1e-6, warmup_steps=20)
+    assert paper[0][0] == pytest.approx(5e-8) and paper[19][0] == paper[29][0] == pytest.approx(1e-6)
+
+
+def test_the_learning_rate_falls_in_a_line_to_its_share_at_the_last_step():
+    assert [policy for policy, _ in rates(5, lr_end=0.5)] == pytest.approx([8, 7, 6, 5, 4])
+    assert [policy for policy, _ in rates(3, lr_end=0.0)] == pytest.approx([8, 4, 0])
+    both = [policy for policy, _ in rates(40, warmup_steps=4, lr_end=0.4)]
+    assert both[0] == pytest.approx(2) and both[-1] == pytest.approx(3.2) and all(a > b for a, b in zip(both[4:], both[5:]))
+    assert rates(1, lr_end=0.4, warmup_steps=4)[0][0] == pytest.approx(2)    # a run of one step
+
+
+def test_the_critics_learning_rate_is_constant():
+    assert [critic for _, critic in rates(5, warmup_steps=3, lr_end=0.1)] == [3.0] * 5
+
+
+def settings_of(**changed):
+    return argparse.Namespace(**{"algo": "ppo", "group_size": 4, "dialogues_per_step": 8, "think": True, "seed": 0, "start_emotion": 30,
+                                 "max_turns": 8} | changed)
+
+
+@calm
+@given(st.integers(1, 12), st.integers(1, 10), st.integers(2, 5), st.sampled_from(["ppo", "grpo"]), st.integers(0, 3))
+def test_every_scenario_is_used_once_an_epoch_and_groups_share_one_scenario(n, groups, group_size, algo, seed):
+    people = [Scenario(f"s{i}", "e", "", "", "", (), "praise") for i in range(n)]
+    size = group_size if algo == "grpo" else 1
+    args, sampler, drawn = settings_of(algo=algo, group_size=group_size, dialogues_per_step=groups * size, seed=seed), train.Sampler(people, seed), []
+    seeds = []
+    for step in range(4):
+        dialogues = sampler.next(args, step)
+        assert len(dialogues) == groups * size
+        members = {group: [d for d in dialogues if d.group == group] for group in {d.group for d in dialogues}}
+        assert len(members) == groups
+        for own in members.values():
+            assert len(own) == size and len({d.scenario.id for d in own}) == 1 and len({d.repetition for d in own}) == size
+        drawn += [d.scenario.id for d in dialogues[::size]]
+        seeds += [d.seed for d in dialogues]
+        assert all((d.think, d.start_emotion, d.max_turns, d.turns, d.end_reason) == (True, 30, 8, [], None) for d in dialogues)
+    assert len(set(seeds)) == len(seeds)
+    for at in range(0, len(drawn) - n + 1, n):
+        assert sorted(drawn[at:at + n]) == sorted(s.id for s in people)
+    assert max(Counter(drawn).values()) - min(Counter({s.id: 0 for s in people} | Counter(drawn)).values()) <= 1
+
+
+def test_the_samplers_order_differs_by_epoch_and_by_seed_and_is_restored_from_its_state():
+    people = [Scenario(f"s{i}", "e", "", "", "", (), "praise") for i in range(20)]
+    args = settings_of(dialogues_per_step=20)
+    names = lambda sampler, step=0: [d.scenario.id for d in sampler.next(args, step)]
+    one, other = train.Sampler(people, 0), train.Sampler(people, 1)
+    assert names(one) != names(one, 1) and names(train.Sampler(people, 0)) != names(other)
+    args.dialogues_per_step = 7
+    names(one)
+    state, rest = json.loads(json.dumps(one.state())), [names(one, step) for step in range(5)]
+    fresh = train.Sampler(people, 99)
+    fresh.restore(state)
+    assert [names(fresh, step) for step in range(5)] == rest
+
+
+def test_the_members_of_a_group_meet_the_same_user_with_the_same_opening(here, policy):
+    folder = run(policy, "run", "--algo", "grpo", "--dialogues-per-step", "8", "--group-size", "4", steps=1)
+    lines = [json.loads(line) for line in transcripts(folder)["step-000001.jsonl"].splitlines()]
+    openings = Counter((line["scenario"], line["opening"]) for line in lines)
+    assert sorted(openings.values()) == [4, 4]
+    assert len({line["turns"][0]["reply"] for line in lines}) == 8           # and yet each member says something of its own
+
+
+def played(emotions, replies, format_ok=True, finish="stop", end_reason="max_turns"):
+    turns = [Turn(1, [1] * 5, [-1.0] * 5, finish, None, reply, format_ok, Reaction(0, emotion, "", "", None, flags=["right"]))
+             for emotion, reply in zip(emotions, replies)]
+    return Dialogue(PERSON, True, 0, turns=turns, end_reason=end_reason)
+
+
+def test_the_outcome_of_a_step_by_hand():
+    dialogues = [played([50, 100], ["a", "b"], end_reason="satisfied"), played([5], ["a"], format_ok=False, end_reason="gave_up"),
+                 played([40, 45, 60], ["a", "a", "a"], finish="length"), played([90], ["a"], end_reason="simulator_failed")]
+    found = train.outcome(dialogues)
+    assert (found["dialogues"], found["failed"]) == (3, 1)
+    assert found["emotion"] == pytest.approx((100 + 5 + 60) / 3)
+    assert found["success"] == pytest.approx(100 / 3) and found["failure"] == pytest.approx(100 / 3)
+    assert found["reward_raw"] == pytest.approx((1.0 * 2 + 0.05 + 0.6 * 3) / 6) and found["reward_gated"] == pytest.approx((1.0 * 2 + 0.6 * 3) / 6)
+    assert found["turns"] == pytest.approx(2) and found["response_len"] == pytest.approx(5)
+    assert found["format_rate"] == pytest.approx(100 * 5 / 6) and found["truncated"] == pytest.approx(50)
+    assert found["repeat_rate"] == pytest.approx(100 * 2 / 6) and found["flag_right"] == pytest.approx(100)
+    assert all(math.isfinite(value) for value in train.outcome([]).values())
+
+
+def test_a_run_that_cannot_learn_says_which_setting_to_change(capsys):
+    args = settings_of(max_new_tokens=64)
+    train.warn({"truncated": 51.0}, args)
+    assert "--max-new-tokens" in capsys.readouterr().err
+    train.warn({"truncated": 0.0, "frac_zero_std_groups": 0.95}, args)
+    assert "--group-size" in capsys.readouterr().err
+    train.warn({"truncated": 50.0, "frac_zero_std_groups": 0.9}, args)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_default_scenarios_are_the_training_split():
+    assert Path(train.parse_args([]).scenarios) == PROMPTS / "en" / "train.jsonl"
+
+
+def test_no_reward_is_trained_for_a_dialogue_that_is_not_in_the_batch():
+    batch = ppo.make_batch([played([50], ["a"]), played([90], ["a"], end_reason="simulator_failed")])
+    assert batch.turn_rewards.tolist() == [0.5] and len(batch.old_logprobs) == 5
