@@ -499,20 +499,20 @@ def test_each_minibatch_is_normalised_by_its_own_agent_tokens(model, chat, scena
     assert_same_gradients(together, whole_gradient)
 
 
-@fixed
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 6), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
-def test_minibatches_use_each_dialogue_exactly_once_an_epoch(turns, parts, epochs, by_turn, rng):
-    batch = ppo.make_batch([made([i % 3 + 1] * n) for i, n in enumerate(turns)])
-    cfg = settings(minibatches=parts, epochs=epochs)
-    chosen = list(ppo.minibatches(batch, cfg, rng, by_turn))
-    an_epoch = min(parts, len(turns))
-    assert len(chosen) == epochs * an_epoch
-    for epoch in range(epochs):
-        members = [m for m, _ in chosen[epoch * an_epoch:(epoch + 1) * an_epoch]]
-        assert sorted(itertools.chain(*members)) == list(range(len(turns)))
-        assert max(map(len, members)) - min(map(len, members)) <= 1
-    for members, size in chosen:
-        assert size == sum(turns[i] if by_turn else turns[i] * (i % 3 + 1) for i in members)
+@pytest.mark.parametrize("by_turn", [False, True])
+def test_minibatches_use_each_dialogue_exactly_once_an_epoch_for_any_numbers_of_both(by_turn):
+    for dialogues, parts in itertools.product(range(1, 14), range(1, 7)):
+        turns = [1 + 5 * i % 9 for i in range(dialogues)]                         # 1 to 9 turns, of 1 to 3 tokens each
+        batch = ppo.make_batch([made([i % 3 + 1] * n) for i, n in enumerate(turns)])
+        chosen = list(ppo.minibatches(batch, settings(minibatches=parts, epochs=2), random.Random(parts), by_turn))
+        an_epoch = min(parts, dialogues)
+        assert len(chosen) == 2 * an_epoch
+        for epoch in (chosen[:an_epoch], chosen[an_epoch:]):
+            assert sorted(itertools.chain(*[members for members, _ in epoch])) == list(range(dialogues))
+            sizes = [len(members) for members, _ in epoch]
+            assert max(sizes) - min(sizes) <= 1
+        for members, size in chosen:
+            assert size == sum(turns[i] if by_turn else turns[i] * (i % 3 + 1) for i in members)
 
 
 def test_an_entropy_bonus_alone_raises_entropy(model, chat, scenarios):
