@@ -19,7 +19,7 @@ def group_advantages(turn_rewards, turns, groups, std=True):
     turn_rewards: (K,) in [0, 1]. turns: turns of each dialogue. groups: the group of each dialogue.
     std uses n - 1, as the released code does. A dialogue alone in its group has nothing to compare with: advantage 0. So has
     a group of equal rewards. Where malformed turns spread the r_k within dialogues wider than the dialogues differ, that
-    spread is the scale: a malformed turn is pushed down, never by hundreds.
+    spread (root mean square over dialogues) is the scale: a malformed turn is pushed down, never by hundreds.
     Returns advantages and the share of groups whose dialogues all earned the same.
     """
     ends = list(itertools.accumulate(turns))
@@ -28,7 +28,7 @@ def group_advantages(turn_rewards, turns, groups, std=True):
     for group in set(groups):
         members = [i for i, g in enumerate(groups) if g == group]
         own = torch.stack([parts[i].mean() for i in members])                    # (n,) R_i: one reward a dialogue
-        within = torch.cat([parts[i] - parts[i].mean() for i in members]).square().mean().sqrt()
+        within = torch.stack([parts[i].var(correction=0) for i in members]).mean().sqrt()
         spread = own.std() if len(members) > 1 else torch.zeros(())
         equal += bool(spread < 1e-6)
         if len(members) < 2 or max(spread, within) < 1e-6:

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rollout import microbatches
 
-
 # ---- what a rollout becomes: flat tensors over agent tokens -------------------------------------------------------------
 
 @dataclass

@@ -532,4 +532,5 @@ def show_tokens(batch, chat, advantages, values=None):
             numbers, at = f"{batch.old_logprobs[at]:9.4f} {value} {advantages[at]:10.4f}", at + 1
         print(f"{position:5d} {branch:6d} {'agent' if action else 'context':9s} {'yes' if action else 'no':7s} {numbers}  {text}")
     for k, turn in enumerate(dialogue.turns, 1):
-        print(f"turn {k}: the user saw {turn.reply!r}; felt {turn.reaction.change:+d} -> {turn.reaction.emotion}; reward {batch.turn_rewards[k - 1]:.2f}")
+        print(f"turn {k}: the user saw {turn.reply!r}; felt {turn.reaction.change:+d} -> {turn.reaction.emotion}; "
+              f"reward {batch.turn_rewards[k - 1]:.2f}")

@@ -18,11 +18,23 @@ import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rollout import ChatTokens, Dialogue, Turn, load_policy, microbatch, row_of, save_policy, system_prompt
-from simulator import (INTENTIONS, PROMPTS, STANCE, ScriptedSimulator, Scenario, hints_in, infer_need, lines, load_scenarios,
-                       nouns, stock_reply, things_in)
+from simulator import (
+    INTENTIONS,
+    PROMPTS,
+    STANCE,
+    Scenario,
+    ScriptedSimulator,
+    hints_in,
+    infer_need,
+    lines,
+    load_scenarios,
+    nouns,
+    stock_reply,
+    things_in,
+)
 
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
@@ -47,9 +59,12 @@ def build_tokenizer(corpus, vocab_size=1600):
 def corpus_texts(scenarios):
     """Everything the tokenizer is trained on: prompts, stock lines, common nouns and the TRAINING scenarios' details."""
     def strings(node):
-        return [node] if isinstance(node, str) else [s for child in (node.values() if isinstance(node, dict) else node) for s in strings(child)]
+        children = node.values() if isinstance(node, dict) else node
+        return [node] if isinstance(node, str) else [text for child in children for text in strings(child)]
+
     user = {name: part for name, part in lines("user").items() if name not in ("cues", "thoughts")}
-    texts = ["system", "user", "assistant", system_prompt(True), system_prompt(False)] * 20 + [pad + text for text in strings(user) + strings(lines("replies")) for pad in ("", " ")] * 10
+    texts = ["system", "user", "assistant", system_prompt(True), system_prompt(False)] * 20
+    texts += [pad + text for text in strings(user) + strings(lines("replies")) for pad in ("", " ")] * 10
     texts += [f" the {noun}. My {noun}" for noun in sorted(nouns())] * 20
     texts += [f"I hear {word} and nothing. They need {need}. I will {plan}." for need, plan in PLANS.items()
               for group in lines("user")["hints"].values() for word, _ in group]
@@ -128,7 +143,7 @@ def weights_of(chat, dialogue, heavy, slot_weight, user_weight):
 
     The trunk's copy of a thoughtful reply weighs 0: its parent is the bare header, so any weight would teach "skip the thought".
     """
-    ids, positions, branch, action = row_of(dialogue)
+    ids, positions, _, action = row_of(dialogue)
     copied = set()
     system = dialogue.trunk.index(dialogue.trunk[0], 1) if user_weight else 0      # ChatML: where the second message opens
     if dialogue.think:
@@ -136,7 +151,7 @@ def weights_of(chat, dialogue, heavy, slot_weight, user_weight):
             copied.update(range(turn.prompt_len, turn.prompt_len + len(chat.encode(turn.reply)) + 2))
     slots = [()] + (heavy or [()] * len(dialogue.turns))
     weights, turn = [], 0
-    for token, position, part, acted, before in zip(ids, positions, branch, action, [0] + action):
+    for token, position, acted, before in zip(ids, positions, action, [0] + action):
         turn += acted and not before
         weights.append(slot_weight if acted and token in slots[turn] else 1.0 if acted
                        else 0.0 if position < system or position in copied else user_weight)
@@ -204,7 +219,7 @@ def cached_tiny(think, root="runs/tiny-sft"):
 def read_demonstrations(path, chat, min_emotion, think):
     """Dialogues of a transcript file (train.py, evaluate.py --save-transcripts) that ended at min_emotion or above, as
     training rows. Turns whose format broke are kept as history but not imitated."""
-    dialogues, heavy = [], []
+    dialogues = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)

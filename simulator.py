@@ -615,7 +615,8 @@ def play_reference(name, scenario, difficulty="challenging", start_emotion=40, m
 def chat_in_terminal(scenario, difficulty, seed):
     """You write the replies; after each one you see what the user felt, and why."""
     user = ScriptedSimulator(scenario, difficulty, seed=seed)
-    print(f"{scenario.persona}\n\nYou are this person's friend in a chat (scripted user, {difficulty}; at most {user.max_turns} replies, Ctrl-D leaves).")
+    print(f"{scenario.persona}\n\nYou are this person's friend in a chat (scripted user, {difficulty}; at most {user.max_turns} "
+          "replies, Ctrl-D leaves).")
     print(f"\nemotion {user.emotion}\nuser  {user.opening()}")
     reaction = None
     while not (reaction and reaction.end_reason):

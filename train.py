@@ -8,6 +8,7 @@ Run: python train.py --algo ppo --think          # no GPU, no key, no download: 
 """
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -25,9 +26,9 @@ from rollout import ChatTokens, Dialogue, HFEngine, load_policy, rollout, save_p
 from simulator import PROMPTS, ScriptedSimulator, load_scenarios
 
 # The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
-TINY = dict(steps=24, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4, critic_lr=1e-3, warmup_steps=4,
-            lr_end=0.3, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, kl_coef=0.15, critic_values="turn", critic_warmup=1,
-            tokens_per_batch=8192, save_every=12)
+TINY = dict(steps=24, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
+            critic_lr=1e-3, warmup_steps=4, lr_end=0.3, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, kl_coef=0.15,
+            critic_values="turn", critic_warmup=1, tokens_per_batch=8192, save_every=12)
 
 
 def parse_args(argv=None):
@@ -153,7 +154,8 @@ def main(argv=None):
         began = time.perf_counter()
         lr = set_learning_rates(optimizers, args, step)
         dialogues = sampler.next(args, step)                                                     # 1. who talks today
-        make_user = lambda d: ScriptedSimulator(d.scenario, args.difficulty, args.start_emotion, args.max_turns, seed_of("user", args.seed, step, d.group))
+        make_user = lambda d: ScriptedSimulator(d.scenario, args.difficulty, args.start_emotion, args.max_turns,
+                                                seed_of("user", args.seed, step, d.group))
         seconds = rollout(engine, chat, dialogues, make_user, system)                            # 2. talk; the user feels
         batch = ppo.make_batch(dialogues, args.format_reward)                                    # 3. flatten
         if not batch.dialogues:
@@ -238,7 +240,8 @@ def outcome(dialogues):
     return {"dialogues": len(played), "failed": len(dialogues) - len(played), "emotion": mean([d.emotion for d in played]),
             "success": share(sum(d.emotion >= 100 for d in played), len(played)), "failure": share(sum(d.emotion < 10 for d in played), len(played)),
             "reward_raw": mean(rewards[0]), "reward_gated": mean(rewards[1]), "turns": mean([len(d.turns) for d in played]),
-            "format_rate": share(sum(t.format_ok for t in turns), len(turns)), "truncated": share(sum(t.finish == "length" for t in turns), len(turns)),
+            "format_rate": share(sum(t.format_ok for t in turns), len(turns)),
+            "truncated": share(sum(t.finish == "length" for t in turns), len(turns)),
             "repeat_rate": share(repeats, len(turns)), "response_len": mean([len(t.ids) for t in turns]),
             **{f"flag_{name}": share(count, len(turns)) for name, count in sorted(flags.items())}}
 
@@ -285,6 +288,7 @@ def args_of_run(args):
 
 
 def log(run, metrics, dialogues):
+    metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}     # NaN is no JSON
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
     write_whole(run / "transcripts" / f"step-{metrics['step']:06d}.jsonl",
