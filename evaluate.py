@@ -262,7 +262,7 @@ def rates(transcripts):
         values = [metric(transcript["final_emotion"]) for transcript in transcripts]
         centre, (se, effective_n) = mean(values), clustered_se(values, scenarios)
         if name == "score":
-            result["score_se"], ci = se, None if se is None else [centre - 1.96 * se, centre + 1.96 * se]
+            result["score_se"], ci = se, None if se is None else [max(0.0, centre - 1.96 * se), min(100.0, centre + 1.96 * se)]
         else:
             ci = wilson(centre, effective_n) if values else None
         result |= {name: centre, f"{name}_ci": ci}

@@ -226,3 +226,50 @@ def test_a_fresh_model_is_small_tied_and_ends_its_turn_with_the_chat_templates_t
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert model.config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert rollout.HFEngine(model, [2], 8).max_context >= 2048
+
+
+# ---- any model, from transcripts -------------------------------------------------------------------------------------------
+
+def transcripts_of(path, chat, scenarios, think):
+    """Two scripted tutors' dialogues as evaluate.py saves them: one that ended well, one that did not."""
+    import json
+    import random
+    rows = []
+    for scenario, final in zip(scenarios[:2], (90, 20)):
+        dialogue, _ = sft.demonstrate(chat, scenario, think, random.Random(1), 3, 0.0, 1.0)
+        turns = [{"thought": t.thought, "reply": t.reply, "format_ok": True, "user": f"And then, {k}?"} for k, t in enumerate(dialogue.turns)]
+        rows.append({"opening": dialogue.opening, "final_emotion": final, "end_reason": "max_turns", "turns": turns})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("think", [True, False])
+def test_only_dialogues_that_ended_well_are_imitated(tmp_path, chat, scenarios, think):
+    path = transcripts_of(tmp_path / "t.jsonl", chat, scenarios, think)
+    assert [len(sft.read_demonstrations(path, chat, bound, think)) for bound in (20, 21, 90)] == [2, 1, 1]
+    with pytest.raises(ValueError, match="lower --min-emotion"):
+        sft.read_demonstrations(path, chat, 91, think)
+    dialogue = sft.read_demonstrations(path, chat, 90, think)[0]
+    assert all(turn.ids[-1] == chat.end_ids[-1] and turn.ids.count(chat.end_ids[-1]) == 1 for turn in dialogue.turns)
+
+
+def test_a_broken_transcript_line_is_named(tmp_path, chat):
+    (tmp_path / "t.jsonl").write_text('{"opening": "x"}\n')
+    with pytest.raises(ValueError, match="t.jsonl:1"):
+        sft.read_demonstrations(tmp_path / "t.jsonl", chat, 0, True)
+
+
+def test_a_warm_start_from_transcripts_makes_them_likelier_and_can_be_loaded(tmp_path, model, tokenizer, chat, scenarios):
+    path = transcripts_of(tmp_path / "t.jsonl", chat, scenarios, True)
+    model.save_pretrained(tmp_path / "m"), tokenizer.save_pretrained(tmp_path / "m")
+    batch = sft.read_demonstrations(path, chat, 70, True)
+    weights = [sft.weights_of(chat, d, None, 1.0, 0.0) for d in batch]
+    before = sft.sft_loss(model, batch, weights)[0].item()
+    sft.main(["--model", str(tmp_path / "m"), "--data", str(path), "--think", "--out", str(tmp_path / "out"), "--lr", "0.01", "--epochs", "4"])
+    trained, _ = sft.load_policy(tmp_path / "out")
+    assert sft.sft_loss(trained, batch, weights)[0].item() < before - 0.5
+
+
+def test_model_and_data_go_together():
+    with pytest.raises(ValueError, match="go together"):
+        sft.parse_args(["--model", "x"])
