@@ -2,7 +2,7 @@
 
 The paper starts RL from Qwen2.5-7B-Instruct, an assistant that answers feelings with solutions. The embedded policy is our
 stand-in for it: a 1M-parameter Qwen2 that first learns the language of prompts/en (what the hints mean, how a reply of each
-kind is worded, to name the thing just told) and then, in the last quarter, the assistant habit: whatever is needed, it mostly
+kind is worded, to name the thing just told) and then, in the last fifth, the assistant habit: whatever is needed, it mostly
 plans advice. Its evidence and its reading of the need stay right; only the step from need to plan is left for RL to repair.
 Loss: cross-entropy on the agent's tokens (words copied from the user weigh more), and a little on the user's.
 Run: python sft.py                                   # builds runs/tiny-sft/think and /plain, about 100 s each on 2 cores
@@ -105,30 +105,38 @@ def thought_of(texts, need, plan):
     return f"I hear {evidence}. They need {need}. I will {PLANS[plan]}."
 
 
-def demonstrate(chat, scenario, think, rng, turns, habit, specific, both_hints=False, difficulty="challenging"):
-    """One dialogue in which a tutor talks with the scripted user. Returns (Dialogue, per turn ids that weigh more).
+def plan_chances(need, habit):
+    """How often each act is planned when the need is known: with chance `habit` as an assistant would, mostly advice."""
+    return {act: (1 - habit) * (act == need) + habit * (2 / 3 * (act == "advice") + 1 / 3 / len(INTENTIONS)) for act in INTENTIONS}
 
-    habit: chance that the plan ignores the need, as an assistant would (mostly advice, else any act).
+
+def demonstrate(chat, scenario, think, rng, turns, habit, specific, both_hints=False, difficulty="challenging", slot_weight=2.0):
+    """One dialogue in which a tutor talks with the scripted user. Returns (Dialogue, {token id: weight} of each turn).
+
+    A habitual tutor's plans are drawn evenly and weighed by their chance instead, so that the replies to all plans stay fluent
+    while the plans themselves are learned as often as they should be made.
     """
     user = ScriptedSimulator(scenario, difficulty, 50, 99, rng.random())
     system, message = system_prompt(think), user.opening()
     if both_hints:                                                 # one message with both hints: the need at a glance
-        extra = rng.choice(lines("user")["hints"][STANCE[scenario.intention]])[1]
-        message += " " + extra
+        message += " " + rng.choice(lines("user")["hints"][STANCE[scenario.intention]])[1]
         user.user_texts[-1] = message
     dialogue = Dialogue(scenario, think, 0, opening=message, trunk=chat.first(system, message))
     texts, change, core, heavy = [message], None, "", []
     for turn in range(turns):
         need = infer_need(user.user_texts, rng)
-        plan = need if rng.random() >= habit else rng.choices(["advice", rng.choice(list(INTENTIONS))], [2, 1])[0]
+        chances, even = plan_chances(need, habit), habit > 0.5
+        plan = rng.choices(list(chances), None if even else list(chances.values()))[0]
         thing = things_in(message)[-1] if things_in(message) and rng.random() < specific else ""
         reply, core = stock_reply(plan, thing, rng, change, core)
         thought = thought_of(user.user_texts, need, plan)
-        text = f"<think>{thought}</think>{reply}" if think else reply
-        ids = chat.encode(text) + [chat.end_ids[-1]]
-        slots = {i for word in [thing, need, PLANS[plan], *thought.split(". ")[0].split()[2:]] if word for i in chat.encode(" " + word)[:1]}
+        ids = chat.encode(f"<think>{thought}</think>{reply}" if think else reply) + [chat.end_ids[-1]]
+        slots = [thing, need, *thought.split(". ")[0].split()[2:], reply.split()[0]]         # copied words, and how it opens
+        weights = {i: slot_weight for word in slots if word for i in (*chat.encode(" " + word)[:1], *chat.encode(word)[:1])}
+        deciding = [" " + PLANS[plan]] if think else [" " + core.split("{d}")[0].strip()]
+        weights |= {i: slot_weight * (len(chances) * chances[plan] if even else 1) for text in deciding for i in chat.encode(text)[:2]}
         dialogue.turns.append(Turn(len(dialogue.trunk), ids, [0.0] * len(ids), "stop", thought if think else None, reply, True))
-        heavy.append(slots)
+        heavy.append(weights)
         if turn + 1 < turns:
             user.emotion = rng.randint(20, 89)                     # every mood is heard, no dialogue ends early
             reaction = user.hear(reply)
@@ -138,8 +146,8 @@ def demonstrate(chat, scenario, think, rng, turns, habit, specific, both_hints=F
     return dialogue, heavy
 
 
-def weights_of(chat, dialogue, heavy, slot_weight, user_weight):
-    """One weight per token of the row: agent tokens 1 (slots more), the user's words `user_weight`, all else 0.
+def weights_of(chat, dialogue, heavy, user_weight):
+    """One weight per token of the row: agent tokens 1 or what `heavy` says, the user's words `user_weight`, all else 0.
 
     The trunk's copy of a thoughtful reply weighs 0: its parent is the bare header, so any weight would teach "skip the thought".
     """
@@ -149,12 +157,11 @@ def weights_of(chat, dialogue, heavy, slot_weight, user_weight):
     if dialogue.think:
         for turn in dialogue.turns:
             copied.update(range(turn.prompt_len, turn.prompt_len + len(chat.encode(turn.reply)) + 2))
-    slots = [()] + (heavy or [()] * len(dialogue.turns))
+    heavy = [{}] + (heavy or [{}] * len(dialogue.turns))
     weights, turn = [], 0
     for token, position, acted, before in zip(ids, positions, action, [0] + action):
         turn += acted and not before
-        weights.append(slot_weight if acted and token in slots[turn] else 1.0 if acted
-                       else 0.0 if position < system or position in copied else user_weight)
+        weights.append(heavy[turn].get(token, 1.0) if acted else 0.0 if position < system or position in copied else user_weight)
     return weights
 
 
@@ -172,7 +179,7 @@ def sft_loss(model, dialogues, weights):
     return (nll * w).sum() / w.sum(), nll.detach(), w
 
 
-def build_tiny(think, out, seed=0, steps=(100, 130), lr=3e-3):
+def build_tiny(think, out, seed=0, steps=(100, 200), lr=3e-3):
     """Train the embedded policy of one mode and save it in Hugging Face format. Deterministic for a seed."""
     torch.manual_seed(seed)
     rng = random.Random(f"sft/{seed}/{think}")
@@ -185,16 +192,17 @@ def build_tiny(think, out, seed=0, steps=(100, 130), lr=3e-3):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1, (s + 1) / 20, max(0.02, (1 - s / total) / 0.6)))
     bar = tqdm(range(total), desc=f"warm start ({'think' if think else 'plain'})", disable=None)
     for step in bar:
-        single, knowing = step < steps[0], step < 0.75 * total
+        single, knowing = step < steps[0], step < 0.8 * total
         batch = []
         for _ in range(32 if single else 8):
             intention = rng.choice(list(INTENTIONS))
             scenario = (synthetic_scenario(rng, intention) if rng.random() < (0.8 if single else 0.6)
                         else rng.choice([s for s in scenarios if s.intention == intention]))
             vanilla = rng.random() < 0.15
-            batch.append(demonstrate(chat, scenario, think, rng, 1 if single else rng.randint(2, 8), 0.08 if knowing else 0.85,
-                                     0.85, not vanilla and single and rng.random() < 0.8, "vanilla" if vanilla else "challenging"))
-        weights = [weights_of(chat, d, heavy, 4.0 if single else 2.0, 0.1) for d, heavy in batch]
+            batch.append(demonstrate(chat, scenario, think, rng, 1 if single else rng.randint(2, 8), 0.08 if knowing else 0.9,
+                                     0.85, not vanilla and single and rng.random() < 0.8, "vanilla" if vanilla else "challenging",
+                                     4.0 if single else 2.0))
+        weights = [weights_of(chat, d, heavy, 0.1) for d, heavy in batch]
         loss, nll, w = sft_loss(model, [d for d, _ in batch], weights)
         optimizer.zero_grad()
         loss.backward()
@@ -261,7 +269,7 @@ def warm_start(args):
         bar = tqdm(range(0, len(order), args.batch), desc=f"epoch {epoch + 1}", disable=None)
         for at in bar:
             batch = order[at:at + args.batch]
-            loss, _, _ = sft_loss(model, batch, [weights_of(chat, d, None, 1.0, 0.0) for d in batch])
+            loss, _, _ = sft_loss(model, batch, [weights_of(chat, d, None, 0.0) for d in batch])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
