@@ -107,7 +107,7 @@ def thought_of(texts, need, plan):
 
 def plan_chances(need, habit):
     """How often each act is planned when the need is known: with chance `habit` as an assistant would, mostly advice."""
-    return {act: (1 - habit) * (act == need) + habit * (2 / 3 * (act == "advice") + 1 / 3 / len(INTENTIONS)) for act in INTENTIONS}
+    return {act: (1 - habit) * (act == need) + habit * ((act == "advice") / 2 + 1 / 2 / len(INTENTIONS)) for act in INTENTIONS}
 
 
 def demonstrate(chat, scenario, think, rng, turns, habit, specific, both_hints=False, difficulty="challenging", slot_weight=2.0):
@@ -199,7 +199,7 @@ def build_tiny(think, out, seed=0, steps=(100, 200), lr=3e-3):
             scenario = (synthetic_scenario(rng, intention) if rng.random() < (0.8 if single else 0.6)
                         else rng.choice([s for s in scenarios if s.intention == intention]))
             vanilla = rng.random() < 0.15
-            batch.append(demonstrate(chat, scenario, think, rng, 1 if single else rng.randint(2, 8), 0.08 if knowing else 0.9,
+            batch.append(demonstrate(chat, scenario, think, rng, 1 if single else rng.randint(2, 8), 0.08 if knowing else 0.88,
                                      0.85, not vanilla and single and rng.random() < 0.8, "vanilla" if vanilla else "challenging",
                                      4.0 if single else 2.0))
         weights = [weights_of(chat, d, heavy, 0.1) for d, heavy in batch]

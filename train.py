@@ -26,9 +26,9 @@ from rollout import ChatTokens, Dialogue, HFEngine, load_policy, rollout, save_p
 from simulator import PROMPTS, ScriptedSimulator, load_scenarios
 
 # The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
-TINY = dict(steps=24, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
+TINY = dict(steps=36, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
             critic_lr=1e-3, warmup_steps=4, lr_end=0.3, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, kl_coef=0.15,
-            critic_values="turn", critic_warmup=1, tokens_per_batch=8192, save_every=12)
+            critic_values="turn", critic_warmup=1, tokens_per_batch=8192, save_every=18)
 
 
 def parse_args(argv=None):

@@ -105,11 +105,11 @@ def test_a_synthetic_scenario_names_only_common_nouns_and_each_once():
 @pytest.mark.parametrize("think", [False, True])
 def test_agent_tokens_weigh_one_and_slots_more(chat, training, think):
     for dialogue, heavy in demonstrations(chat, training, think):
-        action, weights = row_of(dialogue)[3], sft.weights_of(chat, dialogue, heavy, 4.0, 0.1)
-        expected = [4.0 if token in slots else 1.0 for turn, slots in zip(dialogue.turns, heavy) for token in turn.ids]
+        action, weights = row_of(dialogue)[3], sft.weights_of(chat, dialogue, heavy, 0.1)
+        expected = [slots.get(token, 1.0) for turn, slots in zip(dialogue.turns, heavy) for token in turn.ids]
         assert len(weights) == len(action) and [w for w, acted in zip(weights, action) if acted] == expected
-        assert not think or 4.0 in expected
-        plain = sft.weights_of(chat, dialogue, None, 1.0, 0.0)                # without slots and user words: the agent's tokens
+        assert 2.0 in expected
+        plain = sft.weights_of(chat, dialogue, None, 0.0)                # without slots and user words: the agent's tokens
         assert plain == [float(acted) for acted in action]
 
 
@@ -118,13 +118,13 @@ def test_the_system_prompt_weighs_nothing(chat, training, think):
     dialogue, heavy = demonstrations(chat, training, think, n=1)[0]
     system = chat.encode(f"<|im_start|>system\n{system_prompt(think)}<|im_end|>\n")
     assert row_of(dialogue)[0][:len(system)] == system
-    assert sft.weights_of(chat, dialogue, heavy, 4.0, 0.1)[:len(system)] == [0.0] * len(system)
+    assert sft.weights_of(chat, dialogue, heavy, 0.1)[:len(system)] == [0.0] * len(system)
 
 
 def test_the_trunks_copy_of_a_thoughtful_reply_weighs_nothing(chat, training):
     for dialogue, heavy in demonstrations(chat, training, True):
         ids, _, branch, _ = row_of(dialogue)
-        weights = sft.weights_of(chat, dialogue, heavy, 4.0, 0.1)
+        weights = sft.weights_of(chat, dialogue, heavy, 0.1)
         trunk = [i for i, part in enumerate(branch) if part == 0]
         assert [ids[i] for i in trunk] == dialogue.trunk[:len(trunk)]
         for turn in dialogue.turns[:-1]:
@@ -137,10 +137,16 @@ def test_the_trunks_copy_of_a_thoughtful_reply_weighs_nothing(chat, training):
 def test_the_users_words_weigh_what_they_are_told_to(chat, training, think):
     dialogue, heavy = demonstrations(chat, training, think, n=1)[0]
     ids, _, branch, _ = row_of(dialogue)
-    weights = sft.weights_of(chat, dialogue, heavy, 4.0, 0.25)
+    weights = sft.weights_of(chat, dialogue, heavy, 0.25)
     opening = chat.encode(dialogue.opening)
     at = len(chat.encode(f"<|im_start|>system\n{system_prompt(think)}<|im_end|>\n<|im_start|>user\n"))
     assert ids[at:at + len(opening)] == opening and weights[at:at + len(opening)] == [0.25] * len(opening)
+
+
+def test_a_habitual_tutor_practises_all_acts_evenly_and_weighs_its_plans_by_their_chance():
+    chances = sft.plan_chances("support", 0.9)
+    assert chances["advice"] == pytest.approx(0.45 + 0.45 / 8) and chances["support"] == pytest.approx(0.1 + 0.45 / 8)
+    assert chances["praise"] == pytest.approx(0.45 / 8) and sum(chances.values()) == pytest.approx(1)
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------------------
@@ -148,7 +154,7 @@ def test_the_users_words_weigh_what_they_are_told_to(chat, training, think):
 @pytest.mark.parametrize("think", [False, True])
 def test_the_loss_equals_that_of_every_turn_in_its_own_context(model, chat, training, think):
     batch = demonstrations(chat, training, think, n=3)
-    weights = [sft.weights_of(chat, d, heavy, 3.0, 0.0) for d, heavy in batch]
+    weights = [sft.weights_of(chat, d, heavy, 0.0) for d, heavy in batch]
     loss, nll, w = sft.sft_loss(model, [d for d, _ in batch], weights)
     total = share = 0.0
     with torch.no_grad():
@@ -156,7 +162,7 @@ def test_the_loss_equals_that_of_every_turn_in_its_own_context(model, chat, trai
             for turn, slots in zip(dialogue.turns, heavy):
                 logits = model(torch.tensor([dialogue.trunk[:turn.prompt_len] + turn.ids])).logits[0, turn.prompt_len - 1:-1]
                 for row, token in zip(logits, turn.ids):
-                    weight = 3.0 if token in slots else 1.0
+                    weight = slots.get(token, 1.0)
                     total, share = total - weight * row.log_softmax(-1)[token].item(), share + weight
     assert loss.item() == pytest.approx(total / share, rel=1e-4)
     assert len(nll) == len(w) == sum(len(turn.ids) for d, _ in batch for turn in d.turns)
@@ -263,7 +269,7 @@ def test_a_warm_start_from_transcripts_makes_them_likelier_and_can_be_loaded(tmp
     path = transcripts_of(tmp_path / "t.jsonl", chat, scenarios, True)
     model.save_pretrained(tmp_path / "m"), tokenizer.save_pretrained(tmp_path / "m")
     batch = sft.read_demonstrations(path, chat, 70, True)
-    weights = [sft.weights_of(chat, d, None, 1.0, 0.0) for d in batch]
+    weights = [sft.weights_of(chat, d, None, 0.0) for d in batch]
     before = sft.sft_loss(model, batch, weights)[0].item()
     sft.main(["--model", str(tmp_path / "m"), "--data", str(path), "--think", "--out", str(tmp_path / "out"), "--lr", "0.01", "--epochs", "4"])
     trained, _ = sft.load_policy(tmp_path / "out")
