@@ -170,7 +170,7 @@ def test_the_loss_equals_that_of_every_turn_in_its_own_context(model, chat, trai
 
 def test_more_padding_does_not_change_the_loss(model, chat, training):
     short, long = demonstrations(chat, training, True, n=1, turns=1)[0], demonstrations(chat, training, True, n=1, turns=3, seed=1)[0]
-    weights = [sft.weights_of(chat, d, heavy, 2.0, 0.1) for d, heavy in (short, long)]
+    weights = [sft.weights_of(chat, d, heavy, 0.1) for d, heavy in (short, long)]
     alone = [sft.sft_loss(model, [d], [w])[0].item() for (d, _), w in zip((short, long), weights)]
     together = sft.sft_loss(model, [short[0], long[0]], weights)[0].item()
     sizes = [sum(w[1:]) for w in weights]
@@ -180,7 +180,7 @@ def test_more_padding_does_not_change_the_loss(model, chat, training):
 @pytest.mark.parametrize("think", [False, True])
 def test_the_loss_goes_down_in_a_few_steps(model, chat, training, think):
     batch = demonstrations(chat, training, think, n=4, turns=2)
-    weights = [sft.weights_of(chat, d, heavy, 2.0, 0.1) for d, heavy in batch]
+    weights = [sft.weights_of(chat, d, heavy, 0.1) for d, heavy in batch]
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(12):
         loss = sft.sft_loss(model, [d for d, _ in batch], weights)[0]
