@@ -39,7 +39,7 @@ METRICS = {"score": lambda emotion: emotion, "success": lambda emotion: 100 * (e
 SIMULATOR_SIDE = ("simulator", "difficulty", "start_emotion", "clamp", "max_turns", "scenarios_sha256", "prompts_sha256")
 AGENT_SIDE = ("think", "greedy", "temperature", "max_new_tokens", "repetitions", "seed", "code_version")
 BEHAVIOUR = ("mean_turns", "reply_tokens", "thought_tokens", "format_rate", "repeat_rate")
-CURVES = ("score", "success", "failure", "reward", *BEHAVIOUR)  # metrics that the report draws first
+CURVES = ("emotion", "success", "failure", "format_rate", "repeat_rate", "response_len", "turns")  # drawn first
 # what scoring and verifying need of a transcript, and of its turns
 FIELDS = {"scenario": str, "intention": str, "start_emotion": int, "max_turns": int, "final_emotion": int, "turns": list}
 TURN_FIELDS = {"reply": str, "user": str, "change": int, "emotion": int, "raw": list, "flags": list}

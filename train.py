@@ -28,7 +28,8 @@ from simulator import PROMPTS, ScriptedSimulator, load_scenarios
 # The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
 TINY = dict(steps=36, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
             critic_lr=1e-3, warmup_steps=4, lr_end=0.3, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, kl_coef=0.15,
-            critic_values="turn", critic_warmup=1, tokens_per_batch=8192, save_every=18)
+            critic_values="turn", critic_warmup=1, tokens_per_batch=8192, save_every=12)
+TINY_PLAIN = dict(steps=60)             # without thoughts a step costs half and teaches less
 
 
 def parse_args(argv=None):
@@ -48,7 +49,7 @@ def parse_args(argv=None):
     add(run, "--think", False, "think inside <think></think> before speaking, paper 2.3", action=argparse.BooleanOptionalAction)
     add(run, "--name", "", "folder under runs/ for this run, empty = ALGO-MODE-SEED")
     add(run, "--resume", "", "go on with this run folder; its own flags are used")
-    add(run, "--steps", 1000, "rollout + update steps, released script")
+    add(run, "--steps", 1000, f"rollout + update steps, released script; tiny without --think: {TINY_PLAIN['steps']}")
     add(run, "--seed", 0, "seed of scenario order, users, sampling and initialisation")
     add(run, "--save-every", 5, "steps between checkpoints, released script; the last step is always saved")
     add(run, "--threads", 0, "CPU threads for torch, 0 = torch's own choice")
@@ -96,7 +97,7 @@ def parse_args(argv=None):
                         help="paper: the defaults above, needs --model; tiny: the embedded world on a CPU; auto: tiny unless --model is given")
     first, _ = parser.parse_known_args(argv)
     tiny = first.preset == "tiny" or first.preset == "auto" and not first.model
-    parser.set_defaults(**TINY if tiny else {})
+    parser.set_defaults(**(TINY | ({} if first.think else TINY_PLAIN)) if tiny else {})
     args = parser.parse_args(argv)
     args.preset = "tiny" if tiny else "paper"
     return check_args(args)
