@@ -8,7 +8,7 @@ Two users share these rules:
                      a reply names something this person told it. It is the CartPole of empathy and claims no more.
 Differs from the released code: one emotion, never a stale copy; exactly `max_turns` scored replies; a farewell counts
 only as a message's close; emotions >= 100 and < 10 end training dialogues too, as they end the published evaluation.
-Run: python simulator.py --scenario interview/praise       # you are the agent; --list shows the scenarios
+Run: python simulator.py --scenario divorce/praise         # you are the agent; --list shows the scenarios
 """
 import argparse
 import json
@@ -518,7 +518,7 @@ class ScriptedSimulator:
             return "nothing", -10, None, ""
         if len(acts) > 1:
             return "mixed", -5, " and ".join(acts), ""
-        if len(words) < 3:
+        if sum(w not in nouns() for w in words) < 3:             # a cue and a noun is no sentence
             return "terse", -5, act, ""
         if garbled(reply):
             return "garbled", -5, act, ""

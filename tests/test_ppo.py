@@ -594,7 +594,7 @@ def test_before_the_first_step_the_ratio_is_1_at_the_sampling_temperature(model,
 
 def test_the_mismatch_is_measured_before_the_first_step_only(model, chat, scenarios):
     batch = ppo.make_batch(play(model, chat, scenarios, False))
-    optimizer, cfg = torch.optim.SGD(model.parameters(), lr=3.0), settings(temperature=0.7, minibatches=4)
+    optimizer, cfg = torch.optim.SGD(model.parameters(), lr=0.1), settings(temperature=0.7, minibatches=4)
     metrics = ppo.update_policy(model, optimizer, batch, torch.ones(len(batch.old_logprobs)), cfg, random.Random(0))
     assert metrics["mismatch_max"] < 1e-4 and metrics["ratio_max"] > 1.01
 

@@ -1036,7 +1036,7 @@ def test_list_prints_every_scenario_id(capsys):
 def test_a_person_can_be_the_agent_in_the_terminal(monkeypatch, capsys):
     replies = iter(["You handled that so well."])
     monkeypatch.setattr("builtins.input", lambda prompt="": next(replies, None) or (_ for _ in ()).throw(EOFError))
-    main(["--scenario", "interview/praise"])                            # as the docstring of simulator.py says
+    main(["--scenario", "divorce/praise"])                            # as the docstring of simulator.py says
     printed = capsys.readouterr().out
     assert "emotion 40" in printed and "emotion 45 (+5)" in printed and "The hidden wish was praise" in printed
 

@@ -128,8 +128,9 @@ def test_help_names_the_default_of_every_flag(parser, capsys):
 
 
 def test_every_setting_of_the_tiny_preset_is_a_flag_and_is_used_by_default():
-    args, paper = train.parse_args([]), train.parse_args(["--model", "M"])
+    args, paper, plain = train.parse_args(["--think"]), train.parse_args(["--model", "M"]), train.parse_args([])
     assert {name: getattr(args, name) for name in train.TINY} == train.TINY and args.preset == "tiny"
+    assert {name: getattr(plain, name) for name in train.TINY} == train.TINY | train.TINY_PLAIN
     assert paper.preset == "paper" and all(getattr(paper, name) != value for name, value in train.TINY.items())
     assert vars(args).keys() == vars(paper).keys()
 
@@ -150,7 +151,7 @@ def test_an_explicit_flag_overrides_the_preset(name, preset):
 
 
 def test_the_tiny_preset_can_be_given_with_another_model():
-    args = train.parse_args(["--model", "M", "--preset", "tiny"])
+    args = train.parse_args(["--model", "M", "--preset", "tiny", "--think"])
     assert args.model == "M" and args.steps == train.TINY["steps"]
 
 
