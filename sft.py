@@ -122,13 +122,13 @@ def demonstrate(chat, scenario, think, rng, turns, habit, specific, both_hints=F
         message += " " + rng.choice(lines("user")["hints"][STANCE[scenario.intention]])[1]
         user.user_texts[-1] = message
     dialogue = Dialogue(scenario, think, 0, opening=message, trunk=chat.first(system, message))
-    texts, change, core, heavy = [message], None, "", []
+    texts, core, heavy = [message], "", []
     for turn in range(turns):
         need = infer_need(user.user_texts, rng)
         chances, even = plan_chances(need, habit), habit > 0.5
         plan = rng.choices(list(chances), None if even else list(chances.values()))[0]
         thing = things_in(message)[-1] if things_in(message) and rng.random() < specific else ""
-        reply, core = stock_reply(plan, thing, rng, change, core)
+        reply, core = stock_reply(plan, thing, rng, turn == 0, core)
         thought = thought_of(user.user_texts, need, plan)
         ids = chat.encode(f"<think>{thought}</think>{reply}" if think else reply) + [chat.end_ids[-1]]
         slots = [thing, need, *thought.split(". ")[0].split()[2:], reply.split()[0]]         # copied words, and how it opens
@@ -140,7 +140,7 @@ def demonstrate(chat, scenario, think, rng, turns, habit, specific, both_hints=F
         if turn + 1 < turns:
             user.emotion = rng.randint(20, 89)                     # every mood is heard, no dialogue ends early
             reaction = user.hear(reply)
-            message, change = reaction.message, reaction.change
+            message = reaction.message
             texts += [reply, message]
             dialogue.trunk += chat.after(system, texts, None if think else ids)
     return dialogue, heavy

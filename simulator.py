@@ -563,15 +563,14 @@ def _same_phrase(reply, earlier):
 REFERENCE_PLAYERS = ("silent", "constant act", "random act", "last message", "whole history")
 
 
-def stock_reply(act, thing, rng, last_change=None, avoid=""):
+def stock_reply(act, thing, rng, first=False, avoid=""):
     """One reply that performs exactly `act` and names `thing` (or nothing): opener, core, closer. From replies.json."""
     stock = lines("replies")
-    mood = "first" if last_change is None else f"{last_change:+d}"
     cores = stock["specific" if thing else "plain"][act]
     cores = [core for core in cores if core != avoid] or cores
     core = rng.choice(cores)
     closer = rng.choice(stock["closers"] + [""] * 3 * len(stock["closers"]))
-    return " ".join(filter(None, (rng.choice(stock["openers"][mood]), core.format(d=thing), closer))), core
+    return " ".join(filter(None, (rng.choice(stock["openers"]["first" if first else "later"]), core.format(d=thing), closer))), core
 
 
 def hints_in(text):
@@ -596,16 +595,16 @@ def play_reference(name, scenario, difficulty="challenging", start_emotion=40, m
     """Final emotion (points) that a scripted player reaches. `act` fixes the act of "constant act"."""
     rng = random.Random(f"player/{name}/{seed}/{scenario.id}")
     user = ScriptedSimulator(scenario, difficulty, start_emotion, max_turns, seed)
-    message, change, core, end = user.opening(), None, "", None
+    message, core, end = user.opening(), "", None
     constant = act or rng.choice(list(INTENTIONS))
     while not end:
         chosen = {"silent": None, "constant act": constant, "random act": rng.choice(list(INTENTIONS)),
                   "last message": infer_need([message], rng), "whole history": infer_need(user.user_texts, rng)}[name]
         reply = "..."
         if chosen:
-            reply, core = stock_reply(chosen, (things_in(message) or user.told)[-1], rng, change, avoid=core)
+            reply, core = stock_reply(chosen, (things_in(message) or user.told)[-1], rng, not user.replies, avoid=core)
         reaction = user.hear(reply)
-        message, change, end = reaction.message, reaction.change, reaction.end_reason
+        message, end = reaction.message, reaction.end_reason
     return user.emotion
 
 
