@@ -4,16 +4,19 @@ Source: RLVER (arXiv 2507.03112) sec. 2-3, app. B.3. One step:
     1. who talks today   2. talk; the user feels   3. flatten   4. learn: ppo.py or grpo.py   5. numbers, dialogues   6. save
 A run is a folder runs/NAME: config.json, metrics.jsonl, transcripts/, checkpoints/step-000010/ (Hugging Face format).
 Run: python train.py --algo ppo --think          # no GPU, no key, no download: the embedded world, minutes on a laptop
-     python train.py --resume runs/NAME
+     python train.py --resume runs/NAME          # goes on as if it had never stopped; Ctrl-C finishes the step and saves
 """
 import argparse
 import json
 import math
 import os
 import random
+import shutil
+import signal
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -48,10 +51,14 @@ def parse_args(argv=None):
     add(run, "--algo", "ppo", "ppo or grpo", choices=("ppo", "grpo"))
     add(run, "--think", False, "think inside <think></think> before speaking, paper 2.3", action=argparse.BooleanOptionalAction)
     add(run, "--name", "", "folder under runs/ for this run, empty = ALGO-MODE-SEED")
-    add(run, "--resume", "", "go on with this run folder; its own flags are used")
+    add(run, "--resume", "", "go on with this run folder; its own flags are used, other values are refused")
+    add(run, "--override", "", "with --resume: flags that may change, as in --override steps,lr")
     add(run, "--steps", 1000, f"rollout + update steps, released script; tiny without --think: {TINY_PLAIN['steps']}")
     add(run, "--seed", 0, "seed of scenario order, users, sampling and initialisation")
     add(run, "--save-every", 5, "steps between checkpoints, released script; the last step is always saved")
+    add(run, "--keep", 2, "newest checkpoints that are kept, beside the best by --eval-scenarios")
+    add(run, "--eval-scenarios", "", "JSONL file played at every checkpoint (start 40, 9 turns, SAGE); the best checkpoint is kept; empty = none")
+    add(run, "--tracker", "none", "also send the numbers to tensorboard or wandb, when installed", choices=("none", "tensorboard", "wandb"))
     add(run, "--threads", 0, "CPU threads for torch, 0 = torch's own choice")
     add(run, "--show-tokens", False, "print one dialogue of the first step token by token (role, trained, log-prob, value, advantage), then go on",
         action="store_true")
@@ -100,6 +107,9 @@ def parse_args(argv=None):
     parser.set_defaults(**(TINY | ({} if first.think else TINY_PLAIN)) if tiny else {})
     args = parser.parse_args(argv)
     args.preset = "tiny" if tiny else "paper"
+    if args.resume:                              # a namespace that has every name already takes only what was given
+        given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args)))))
+        args = args_of_run(args, {name: value for name, value in given.items() if value is not None})
     return check_args(args)
 
 
@@ -107,7 +117,7 @@ def check_args(args):
     """Raise ValueError for what cannot work, before anything is loaded."""
     if args.preset == "paper" and not args.model and not args.resume:
         raise ValueError("--preset paper needs --model (a Hugging Face folder or name); --preset tiny needs nothing")
-    for name in ("steps", "save_every", "dialogues_per_step", "max_turns", "max_new_tokens", "epochs", "minibatches", "tokens_per_batch"):
+    for name in ("steps", "save_every", "keep", "dialogues_per_step", "max_turns", "max_new_tokens", "epochs", "minibatches", "tokens_per_batch"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if not 10 <= args.start_emotion < 100:
@@ -125,10 +135,9 @@ def check_args(args):
 
 def main(argv=None):
     args = parse_args(argv)
-    if args.resume:
-        args = args_of_run(args)
     scenarios = load_scenarios(args.scenarios)
-    for scenario in scenarios:
+    held_out = load_scenarios(args.eval_scenarios) if args.eval_scenarios else []
+    for scenario in scenarios + held_out:
         ScriptedSimulator(scenario)                                # a scenario without a script fails here, not later
     run = run_folder(args)
     if args.threads:
@@ -143,44 +152,98 @@ def main(argv=None):
     ref_policy = load_policy(args.model)[0].eval() if args.kl_coef else None
     optimizers = make_optimizers(policy, critic, args)
     sampler = Sampler(scenarios, args.seed)
-    rng, start, system = random.Random(args.seed), 0, system_prompt(args.think)
+    rng, start, best, system = random.Random(args.seed), 0, None, system_prompt(args.think)      # best: (score, step)
     if args.resume:
-        start = engine.weight_version = load_checkpoint(run, policy, critic, optimizers, sampler, rng)
-    else:
-        write_config(run, args)
+        start, best, engine.weight_version = load_checkpoint(run, policy, critic, optimizers, sampler, rng)
+    write_config(run, args)
     learner = ppo if args.algo == "ppo" else grpo
     introduce(args, run, policy, scenarios)
-    bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=f"{args.algo} {'think' if args.think else 'plain'}", disable=None)
-    for step in bar:
-        began = time.perf_counter()
-        lr = set_learning_rates(optimizers, args, step)
-        dialogues = sampler.next(args, step)                                                     # 1. who talks today
-        make_user = lambda d: ScriptedSimulator(d.scenario, args.difficulty, args.start_emotion, args.max_turns,
-                                                seed_of("user", args.seed, step, d.group))
-        seconds = rollout(engine, chat, dialogues, make_user, system)                            # 2. talk; the user feels
-        batch = ppo.make_batch(dialogues, args.format_reward)                                    # 3. flatten
-        if not batch.dialogues:
-            ends = ", ".join(sorted({d.end_reason for d in dialogues}))
-            raise ValueError(f"step {step + 1}: no dialogue brought a reward ({ends}); context_full: lower --max-new-tokens "
-                             f"{args.max_new_tokens}; simulator_failed: {next((d.error for d in dialogues if d.error), 'see the transcript')}")
-        if args.show_tokens and step == start:
-            show_tokens(batch, chat, *learner.estimate(critic, batch, args)[:2])
-        updated = time.perf_counter()
-        metrics = learner.update(policy, critic, optimizers, batch, args, rng, ref_policy,       # 4. learn
-                                 train_policy=args.algo == "grpo" or step >= args.critic_warmup)
-        engine.sync()
-        seconds["update"] = time.perf_counter() - updated
-        metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version,
-                   **{f"seconds_{name}": round(value, 3) for name, value in seconds.items()},
-                   "seconds": round(time.perf_counter() - began, 3)}
-        log(run, metrics, dialogues)                                                             # 5. numbers and dialogues
-        bar.set_postfix(emotion=f"{metrics['emotion']:.1f}", success=f"{metrics['success']:.0f}%", failure=f"{metrics['failure']:.0f}%",
-                        generate=f"{seconds['generate']:.1f}s", simulate=f"{seconds['simulate']:.1f}s", update=f"{seconds['update']:.1f}s")
-        warn(metrics, args)
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:                          # 6. save
-            save_checkpoint(run, step + 1, args, policy, tokenizer, critic, optimizers, sampler, rng)
+    track = tracker(args, run)
+    with catch_signals() as caught:
+        bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=f"{args.algo} {'think' if args.think else 'plain'}", disable=None)
+        for step in bar:
+            began = time.perf_counter()
+            lr = set_learning_rates(optimizers, args, step)
+            dialogues = sampler.next(args, step)                                                     # 1. who talks today
+            make_user = lambda d: ScriptedSimulator(d.scenario, args.difficulty, d.start_emotion, d.max_turns,
+                                                    seed_of("user", args.seed, step, d.group))
+            seconds = rollout(engine, chat, dialogues, make_user, system)                            # 2. talk; the user feels
+            batch = ppo.make_batch(dialogues, args.format_reward)                                    # 3. flatten
+            if not batch.dialogues:
+                ends = ", ".join(sorted({d.end_reason for d in dialogues}))
+                raise ValueError(f"step {step + 1}: no dialogue brought a reward ({ends}); context_full: lower --max-new-tokens "
+                                 f"{args.max_new_tokens}; simulator_failed: {next((d.error for d in dialogues if d.error), 'see the transcript')}")
+            if args.show_tokens and step == start:
+                show_tokens(batch, chat, *learner.estimate(critic, batch, args)[:2])
+            updated = time.perf_counter()
+            metrics = learner.update(policy, critic, optimizers, batch, args, rng, ref_policy,       # 4. learn
+                                     train_policy=args.algo == "grpo" or step >= args.critic_warmup)
+            engine.sync()
+            seconds["update"] = time.perf_counter() - updated
+            metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version}
+            stopping = bool(caught)
+            saving = stopping or (step + 1) % args.save_every == 0 or step + 1 == args.steps
+            if saving and held_out:
+                metrics |= held_out_score(engine, chat, held_out, args, system)
+                best = max(best or (-1.0, 0), (metrics["eval_emotion"], step + 1))
+            metrics |= {f"seconds_{name}": round(value, 3) for name, value in seconds.items()}
+            metrics["seconds"] = round(time.perf_counter() - began, 3)
+            log(run, metrics, dialogues)                                                             # 5. numbers and dialogues
+            track(metrics)
+            bar.set_postfix(emotion=f"{metrics['emotion']:.1f}", success=f"{metrics['success']:.0f}%", failure=f"{metrics['failure']:.0f}%",
+                            generate=f"{seconds['generate']:.1f}s", simulate=f"{seconds['simulate']:.1f}s", update=f"{seconds['update']:.1f}s")
+            warn(metrics, args)
+            if saving:                                                                               # 6. save
+                save_checkpoint(run, step + 1, best, args, engine, policy, tokenizer, critic, optimizers, sampler, rng)
+            if stopping:
+                print(f"stopped after step {step + 1}. Go on with: python train.py --resume {run}")
+                sys.exit(128 + caught[0])
     print(f"done. Next: python evaluate.py --model {run}")
     return run
+
+
+def held_out_score(engine, chat, scenarios, args, system):
+    """eval_emotion, eval_success, eval_failure over one dialogue per held-out scenario, as SAGE plays them: start 40, 9 replies."""
+    dialogues = [Dialogue(s, args.think, seed_of("held out", args.seed, s.id), start_emotion=40, max_turns=9) for s in scenarios]
+    for at in range(0, len(dialogues), 64):
+        rollout(engine, chat, dialogues[at:at + 64],
+                lambda d: ScriptedSimulator(d.scenario, args.difficulty, d.start_emotion, d.max_turns, d.seed), system)
+    engine.sync()                                    # keeps nothing of these dialogues, so a resumed run sees what this one sees
+    return {f"eval_{name}": value for name, value in outcome(dialogues).items() if name in ("emotion", "success", "failure")}
+
+
+@contextmanager
+def catch_signals():
+    """SIGINT or SIGTERM: the step is finished and saved, then the run ends. A second SIGINT exits at once. Yields what came."""
+    caught = []
+
+    def note(number, frame):
+        if caught and number == signal.SIGINT:
+            os._exit(130)
+        caught.append(number)
+        print("\nstopping: this step is finished and saved first; Ctrl-C exits at once", file=sys.stderr)
+    before = [(number, signal.signal(number, note)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield caught
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def tracker(args, run):
+    """A function that sends one step's metrics to --tracker."""
+    try:
+        if args.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(run)
+            return lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()] and writer.flush()
+        if args.tracker == "wandb":
+            import wandb
+            wandb.init(project="rlver", name=run.name, dir=run, config=vars(args), resume="allow", id=run.name)
+            return lambda metrics: wandb.log(metrics, step=metrics["step"])
+    except ImportError:
+        raise ValueError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}") from None
+    return lambda metrics: None
 
 
 class Sampler:
@@ -269,7 +332,8 @@ def run_folder(args):
 def write_config(run, args):
     (run / "transcripts").mkdir(parents=True, exist_ok=True)
     (run / "checkpoints").mkdir(exist_ok=True)
-    write_whole(run / "config.json", json.dumps(vars(args), indent=1, ensure_ascii=False) + "\n")
+    write_whole(run / "config.json", json.dumps({name: value for name, value in vars(args).items() if name not in ("resume", "override")},
+                                                indent=1, ensure_ascii=False) + "\n")
 
 
 def write_whole(path, text):
@@ -279,13 +343,18 @@ def write_whole(path, text):
     os.replace(partial, path)
 
 
-def args_of_run(args):
+def args_of_run(args, given):
+    """The flags of the run to resume. A flag given beside --resume must have the run's value or be named by --override."""
     config = Path(args.resume) / "config.json"
     if not config.exists():
         raise ValueError(f"{args.resume}: no run there (config.json is missing); start one without --resume")
-    saved = argparse.Namespace(**json.loads(config.read_text(encoding="utf-8")))
-    saved.resume = args.resume
-    return saved
+    saved = vars(args) | json.loads(config.read_text(encoding="utf-8"))
+    free = {"resume", "override", *(name.strip().replace("-", "_") for name in args.override.split(","))}
+    for name in sorted(given.keys() - free):
+        if given[name] != saved[name]:
+            flag = name.replace("_", "-")
+            raise ValueError(f"{args.resume} runs with --{flag} {saved[name]}, not {given[name]}; leave it out, or add --override {flag}")
+    return argparse.Namespace(**saved | {name: given[name] for name in given.keys() & free})
 
 
 def log(run, metrics, dialogues):
@@ -296,25 +365,44 @@ def log(run, metrics, dialogues):
                 "".join(json.dumps(d.to_dict(), ensure_ascii=False) + "\n" for d in dialogues))
 
 
-def save_checkpoint(run, step, args, policy, tokenizer, critic, optimizers, sampler, rng):
-    """A Hugging Face folder, plus trainer/ with all that a resume needs; it appears whole or not at all."""
+def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, optimizers, sampler, rng):
+    """A Hugging Face folder, plus trainer/ with all that a resume needs; it appears whole or not at all. Then old ones go:
+    the newest --keep stay, and the best one on --eval-scenarios."""
     def trainer_state(folder):
         version, internal, gauss = rng.getstate()
         (folder / "trainer").mkdir()
         (folder / "trainer" / "state.json").write_text(json.dumps(
-            {"step": step, "sampler": sampler.state(), "rng": [version, list(internal), gauss]}))
+            {"step": step, "best": best, "weight_version": engine.weight_version, "sampler": sampler.state(), "rng": [version, list(internal), gauss]}))
         torch.save({"critic": critic.state_dict() if critic is not None else None, "torch_rng": torch.get_rng_state(),
                     **{f"optimizer_{name}": optimizer.state_dict() for name, optimizer in optimizers.items()}}, folder / "trainer" / "state.pt")
 
-    save_policy(policy, tokenizer, run / "checkpoints" / f"step-{step:06d}", trainer_state,
-                think=args.think, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    try:
+        save_policy(policy, tokenizer, folder, trainer_state, think=args.think, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+    except Exception as error:                       # a full disk speaks through OSError, RuntimeError (torch) or SafetensorError
+        shutil.rmtree(folder.with_name(folder.name + ".partial"), ignore_errors=True)
+        raise ValueError(f"{folder} could not be written ({' '.join(str(error).split())[:200]}); earlier checkpoints are whole: make room, "
+                         f"then python train.py --resume {run}") from error
+    kept = {f"step-{best[1]:06d}"} if best else set()
+    for old in checkpoints(run)[:-args.keep]:
+        if old.name not in kept:
+            shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
+
+
+def checkpoints(run):
+    """Whole checkpoints, oldest first."""
+    return sorted(p for p in (run / "checkpoints").glob("step-*[0-9]") if (p / "trainer" / "state.pt").exists())
 
 
 def load_checkpoint(run, policy, critic, optimizers, sampler, rng):
-    """Restore the newest whole checkpoint and forget what was logged after it. Returns its step."""
-    paths = sorted(p for p in (run / "checkpoints").glob("step-*") if (p / "trainer" / "state.pt").exists() and p.suffix != ".partial")
+    """Restore the newest whole checkpoint and forget what was logged after it. Returns its step, the best (score, step) so
+    far, and the engine's weight version."""
+    paths, log = checkpoints(run), run / "metrics.jsonl"
     if not paths:
-        raise ValueError(f"{run}: holds no whole checkpoint; start again under another --name")
+        if broken := [path.name for path in (run / "checkpoints").glob("step-*[0-9]")]:
+            raise ValueError(f"{run}: no checkpoint is whole ({broken[0]} lacks trainer/state.pt); start again under another --name")
+        log.unlink(missing_ok=True)                  # stopped before its first checkpoint
+        return 0, None, 0
     state = json.loads((paths[-1] / "trainer" / "state.json").read_text())
     tensors = torch.load(paths[-1] / "trainer" / "state.pt", weights_only=True)
     policy.load_state_dict(load_policy(paths[-1])[0].state_dict())
@@ -325,9 +413,8 @@ def load_checkpoint(run, policy, critic, optimizers, sampler, rng):
     torch.set_rng_state(tensors["torch_rng"])
     sampler.restore(state["sampler"])
     rng.setstate((state["rng"][0], tuple(state["rng"][1]), state["rng"][2]))
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    write_whole(run / "metrics.jsonl", "".join(line + "\n" for line in lines[:state["step"]]))
-    return state["step"]
+    write_whole(log, "".join(line + "\n" for line in log.read_text().splitlines()[:state["step"]]))
+    return state["step"], state["best"] and tuple(state["best"]), state["weight_version"]
 
 
 def introduce(args, run, policy, scenarios):

@@ -2,10 +2,13 @@
 import argparse
 import json
 import math
+import os
 import random
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -209,7 +212,7 @@ def test_a_reply_length_that_leaves_no_room_in_the_context_is_refused_in_one_lin
 
 def test_a_folder_without_a_whole_checkpoint_cannot_be_resumed(here, policy):
     folder = run(policy, "cut", steps=1)
-    (folder / "checkpoints" / "step-000001").rename(folder / "checkpoints" / "step-000001.partial")
+    (folder / "checkpoints" / "step-000001" / "trainer" / "state.pt").unlink()
     with pytest.raises(ValueError, match="checkpoint") as error:
         train.main(["--resume", str(folder)])
     assert "\n" not in str(error.value)
@@ -329,12 +332,136 @@ def test_a_save_that_breaks_leaves_no_checkpoint_behind_and_the_run_goes_on_from
         return save(what, path, *args, **kwargs)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", breaking)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(ValueError, match="no space left.*--resume runs/broken") as error:
             run(policy, "broken", steps=3)
+        assert "\n" not in str(error.value)
     broken = Path("runs/broken")
-    assert [p.name for p in (broken / "checkpoints").iterdir() if p.suffix != ".partial"] == ["step-000001"]
+    assert [p.name for p in (broken / "checkpoints").iterdir()] == ["step-000001"]
     train.main(["--resume", str(broken)])
     assert equal(weights(whole, 3), weights(broken, 3)) and transcripts(whole) == transcripts(broken)
+
+
+def test_a_run_that_is_killed_at_any_moment_can_be_resumed_and_ends_like_one_that_was_not(here, policy):
+    """kill -9 at 20 random moments of a run of 30 steps; each time the next process resumes whatever lies there."""
+    whole, killed, rng = run(policy, "whole", "--save-every", "3", steps=30), Path("runs/killed"), random.Random(0)
+
+    def child(argv):
+        process = os.fork()
+        if process == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(1, 2)
+            code = 1
+            try:
+                train.main(argv)
+                code = 0
+            finally:
+                os._exit(code)
+        return process
+
+    kills = 0
+    while kills < 20:
+        process = child(["--resume", str(killed)] if (killed / "config.json").exists() else flags(policy, "killed", "--save-every", "3", steps=30))
+        time.sleep(rng.uniform(0.05, 0.6))
+        os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        if os.WIFEXITED(status):                                             # it was done before the kill came
+            assert os.WEXITSTATUS(status) == 0
+            break
+        kills += 1
+    assert kills > 5
+    train.main(["--resume", str(killed)])
+    assert metrics(whole) == metrics(killed) and transcripts(whole) == transcripts(killed)
+    assert equal(weights(whole, 30), weights(killed, 30))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_end_saves_and_exits_and_the_run_goes_on(here, policy, monkeypatch, capsys, number):
+    whole, sync = run(policy, "whole", "--save-every", "100", steps=4), rollout.HFEngine.sync
+
+    def interrupted(self, *args):
+        sync(self, *args)
+        if self.weight_version == 2:
+            os.kill(os.getpid(), number)
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.HFEngine, "sync", interrupted)
+        with pytest.raises(SystemExit) as stop:
+            run(policy, "stopped", "--save-every", "100", steps=4)
+    assert stop.value.code == 128 + number and "--resume runs/stopped" in capsys.readouterr().out
+    assert [row["step"] for row in metrics(Path("runs/stopped"))] == [1, 2]
+    train.main(["--resume", "runs/stopped"])
+    assert metrics(whole) == metrics(Path("runs/stopped")) and equal(weights(whole, 4), weights(Path("runs/stopped"), 4))
+    assert signal.getsignal(number) not in (None, signal.SIG_IGN) and "catch_signals" not in str(signal.getsignal(number))
+
+
+def test_a_second_interrupt_exits_at_once():
+    code = "import os, signal, train\nwith train.catch_signals():\n    os.kill(os.getpid(), 2); os.kill(os.getpid(), 2); print('still here')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130 and done.stdout == "" and "Traceback" not in done.stderr
+
+
+def test_a_resume_refuses_other_flags_by_name_unless_override_lists_them(here, policy):
+    folder = run(policy, "run", steps=2)
+    with pytest.raises(ValueError, match="--lr 0.0006, not 0.01.*--override lr") as error:
+        train.main(["--resume", str(folder), "--lr", "0.01"])
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="--steps 2, not 3"):
+        train.main(["--resume", str(folder), "--lr", "0.01", "--steps", "3", "--override", "lr"])
+    train.main(["--resume", str(folder), "--steps", "3", "--max-turns", "2", "--override", "steps"])      # an equal value is no change
+    assert len(metrics(folder)) == 3
+    train.main(["--resume", str(folder), "--steps", "4", "--override", "steps"])
+    assert len(metrics(folder)) == 4 and json.loads((folder / "config.json").read_text())["steps"] == 4
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(here, policy, monkeypatch):
+    scores = iter([10.0, 30.0, 20.0, 30.0, 5.0, 6.0])
+    monkeypatch.setattr(train, "held_out_score", lambda *args: {"eval_emotion": next(scores), "eval_success": 0.0, "eval_failure": 0.0})
+    folder = run(policy, "run", "--keep", "2", "--eval-scenarios", str(PROMPTS / "en" / "valid.jsonl"), steps=4)
+    kept = lambda: sorted(int(path.name[5:]) for path in (folder / "checkpoints").iterdir())
+    assert kept() == [3, 4]                                                  # of two equal scores the later is the best
+    train.main(["--resume", str(folder), "--steps", "6", "--keep", "1", "--override", "steps,keep"])
+    assert kept() == [4, 6] and [row["eval_emotion"] for row in metrics(folder)] == [10, 30, 20, 30, 5, 6]
+
+
+def test_an_evaluation_while_training_changes_nothing_else_and_a_resume_equals_it(here, policy, monkeypatch):
+    few = here / "few.jsonl"
+    few.write_text("".join((PROMPTS / "en" / "valid.jsonl").read_text().splitlines(True)[:1]))
+    plain, whole = run(policy, "plain", "--think", steps=3), run(policy, "whole", "--think", "--eval-scenarios", str(few), steps=3)
+    rows = metrics(whole)
+    assert all({"eval_emotion", "eval_success", "eval_failure"} <= row.keys() for row in rows)
+    for a, b in zip(metrics(plain), rows):
+        assert {k: v for k, v in a.items() if k != "weight_version"} == {k: v for k, v in b.items() if k != "weight_version" and k[:5] != "eval_"}
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            run(policy, "halves", "--think", "--eval-scenarios", str(few), steps=3)
+    train.main(["--resume", "runs/halves"])
+    assert metrics(Path("runs/halves")) == rows
+
+
+def test_a_full_disk_is_one_line_and_the_last_whole_checkpoint_goes_on(here, policy):
+    """A child whose files may not grow beyond 300 kB: the log fits, the second checkpoint's optimizer does not."""
+    whole = run(policy, "whole", steps=2)
+    run(policy, "full", steps=1)
+    code = ("import resource, sys, torch, train\ntorch.set_num_threads(1)\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
+            "try: train.main(['--resume', 'runs/full', '--steps', '2', '--override', 'steps'])\n"
+            "except ValueError as error: print('LINE', error); sys.exit(2)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    line = next(line for line in done.stdout.splitlines() if line.startswith("LINE"))
+    assert done.returncode == 2 and "could not be written" in line and "--resume runs/full" in line
+    assert [path.name for path in Path("runs/full/checkpoints").iterdir()] == ["step-000001"]
+    train.main(["--resume", "runs/full"])
+    assert len(metrics(Path("runs/full"))) == 2 and len(metrics(whole)) == 2
+
+
+def test_a_tracker_that_is_not_installed_is_refused_and_one_that_is_gets_every_number(here, policy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        run(policy, "none", "--tracker", "wandb", steps=1)
+    logged = []
+    fake = type(sys)("wandb")
+    fake.init, fake.log = lambda **how: logged.append(how["name"]), lambda row, step: logged.append((step, row["emotion"]))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    folder = run(policy, "run", "--tracker", "wandb", steps=2)
+    assert logged == ["run"] + [(row["step"], row["emotion"]) for row in metrics(folder)]
 
 
 def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_differ(here, policy):
