@@ -234,8 +234,13 @@ class HFEngine:
                              f"in a context of {self.max_context}; lower --max-new-tokens or --max-turns")
         self.waiting.append((key, list(prompt_ids), seed))
 
-    def sync(self, named_parameters=None):
-        """The learner updates the same module in place; only the kept keys and values are stale."""
+    @torch.no_grad()
+    def sync(self, named_parameters=()):
+        """Take over the learner's weights (name, tensor). Without any, the learner updates this very module in place and only
+        the kept keys and values are stale."""
+        own = dict(self.model.named_parameters()) if named_parameters else {}
+        for name, weight in named_parameters:
+            own[name].copy_(weight)
         self.kept, self.cache, self.weight_version = {}, _RaggedCache(), self.weight_version + 1
 
     @torch.no_grad()
@@ -475,13 +480,14 @@ def load_policy(path):
     return model, tokenizer
 
 
-def save_policy(model, tokenizer, path, also=None, **how):
+def save_policy(model, tokenizer, path, also=None, weights=None, **how):
     """A Hugging Face folder that appears whole or not at all. `how` (think, temperature, max_new_tokens) goes to policy.json:
-    how this policy was trained to speak, so that evaluate.py lets it speak the same way. also(folder) adds files of its own."""
+    how this policy was trained to speak, so that evaluate.py lets it speak the same way. also(folder) adds files of its own.
+    weights: {name: tensor} when they are not the model's own (adapters folded in)."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
+    model.save_pretrained(partial, state_dict=weights)
     tokenizer.save_pretrained(partial)
     (partial / "policy.json").write_text(json.dumps(how) + "\n")
     if also:

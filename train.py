@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import grpo
@@ -70,6 +71,7 @@ def parse_args(argv=None):
     add(world, "--max-turns", 8, "agent replies that are scored, paper B.3")
     policy = parser.add_argument_group("policy and sampling")
     add(policy, "--model", "", "Hugging Face folder or name, empty = the embedded policy (sft.py builds it in about two minutes)")
+    add(policy, "--lora-rank", 0, "train LoRA adapters of this rank on every linear layer instead of all weights (pip install peft); 0 = all weights")
     add(policy, "--dialogues-per-step", 32, "dialogues of one step over all groups, paper B.3 (GRPO there: 32 groups)")
     add(policy, "--group-size", 4, "GRPO: dialogues of one scenario and opening, paper B.3")
     add(policy, "--temperature", 1.0, "sampling temperature, released code; the learner scores at the same one")
@@ -146,6 +148,8 @@ def main(argv=None):
         args.model = str(sft.cached_tiny(args.think))
     torch.manual_seed(args.seed)
     policy, tokenizer = load_policy(args.model)
+    if args.lora_rank:
+        add_lora(policy, args.lora_rank)
     chat = ChatTokens(tokenizer)
     engine = HFEngine(policy, chat.end_ids, args.max_new_tokens, args.temperature)
     critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
@@ -274,11 +278,29 @@ class Sampler:
 
 
 def make_optimizers(policy, critic, args):
-    betas = (0.9, args.adam_beta2)
-    optimizers = {"policy": torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=betas, weight_decay=args.weight_decay)}
-    if critic is not None:
-        optimizers["critic"] = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, betas=betas, weight_decay=args.weight_decay)
-    return optimizers
+    def adamw(model, lr):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=lr, betas=(0.9, args.adam_beta2), weight_decay=args.weight_decay)
+    return {"policy": adamw(policy, args.lr)} | ({"critic": adamw(critic, args.critic_lr)} if critic is not None else {})
+
+
+def add_lora(policy, rank):
+    """Freeze the policy and hang trainable low-rank adapters on its linear layers (LoRA, arXiv 2106.09685; scale alpha / r = 2)."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ValueError("--lora-rank needs peft: pip install peft") from None
+    policy.requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"), policy)
+
+
+def plain_weights(policy):
+    """(name, tensor) of every weight as the model without adapters has it, adapters folded in: W + (alpha / r) B A."""
+    for name, weight in policy.named_parameters():
+        if ".lora_" not in name:
+            layer = policy.get_submodule(name.partition(".base_layer.")[0]) if name.endswith(".base_layer.weight") else None
+            weight = weight.detach() if layer is None else (weight + layer.get_delta_weight("default")).detach()
+            yield name.replace(".base_layer", ""), weight
 
 
 def set_learning_rates(optimizers, args, step):
@@ -371,6 +393,8 @@ def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, op
     def trainer_state(folder):
         version, internal, gauss = rng.getstate()
         (folder / "trainer").mkdir()
+        if args.lora_rank:
+            save_adapter(policy, folder / "adapter")
         (folder / "trainer" / "state.json").write_text(json.dumps(
             {"step": step, "best": best, "weight_version": engine.weight_version, "sampler": sampler.state(), "rng": [version, list(internal), gauss]}))
         torch.save({"critic": critic.state_dict() if critic is not None else None, "torch_rng": torch.get_rng_state(),
@@ -378,7 +402,7 @@ def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, op
 
     folder = run / "checkpoints" / f"step-{step:06d}"
     try:
-        save_policy(policy, tokenizer, folder, trainer_state, think=args.think, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+        save_policy(policy, tokenizer, folder, trainer_state, dict(plain_weights(policy)), think=args.think, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
     except Exception as error:                       # a full disk speaks through OSError, RuntimeError (torch) or SafetensorError
         shutil.rmtree(folder.with_name(folder.name + ".partial"), ignore_errors=True)
         raise ValueError(f"{folder} could not be written ({' '.join(str(error).split())[:200]}); earlier checkpoints are whole: make room, "
@@ -387,6 +411,13 @@ def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, op
     for old in checkpoints(run)[:-args.keep]:
         if old.name not in kept:
             shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
+
+
+def save_adapter(policy, folder):
+    """The adapter alone, in peft's format: PeftModel.from_pretrained(base, folder)."""
+    policy.peft_config["default"].save_pretrained(folder)
+    save_file({f"base_model.model.{name.replace('.default', '')}": weight.detach().contiguous()
+               for name, weight in policy.named_parameters() if ".lora_" in name}, folder / "adapter_model.safetensors")
 
 
 def checkpoints(run):
@@ -405,7 +436,12 @@ def load_checkpoint(run, policy, critic, optimizers, sampler, rng):
         return 0, None, 0
     state = json.loads((paths[-1] / "trainer" / "state.json").read_text())
     tensors = torch.load(paths[-1] / "trainer" / "state.pt", weights_only=True)
-    policy.load_state_dict(load_policy(paths[-1])[0].state_dict())
+    if (adapter := paths[-1] / "adapter" / "adapter_model.safetensors").exists():
+        found = load_file(adapter)
+        policy.load_state_dict({name: found[f"base_model.model.{name.replace('.default', '')}"]
+                                for name, _ in policy.named_parameters() if ".lora_" in name}, strict=False)
+    else:
+        policy.load_state_dict(load_policy(paths[-1])[0].state_dict())
     if critic is not None:
         critic.load_state_dict(tensors["critic"])
     for name, optimizer in optimizers.items():
@@ -418,8 +454,8 @@ def load_checkpoint(run, policy, critic, optimizers, sampler, rng):
 
 
 def introduce(args, run, policy, scenarios):
-    size = sum(p.numel() for p in policy.parameters()) / 1e6
-    print(f"policy     {args.model} ({size:.1f}M parameters)   change: --model\n"
+    size, trained = (sum(p.numel() for p in policy.parameters() if p.requires_grad or every) / 1e6 for every in (True, False))
+    print(f"policy     {args.model} ({size:.1f}M parameters, {trained:.1f}M trained)   change: --model --lora-rank\n"
           f"user       scripted, {args.difficulty}: no LLM, rules only; its scores are not the paper's   change: --difficulty\n"
           f"scenarios  {args.scenarios} ({len(scenarios)})   change: --scenarios\n"
           f"engine     transformers on {policy.device}, {torch.get_num_threads()} threads   change: --threads\n"

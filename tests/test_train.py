@@ -658,3 +658,39 @@ def test_the_default_scenarios_are_the_training_split():
 def test_no_reward_is_trained_for_a_dialogue_that_is_not_in_the_batch():
     batch = ppo.make_batch([played([50], ["a"]), played([90], ["a"], end_reason="simulator_failed")])
     assert batch.turn_rewards.tolist() == [0.5] and len(batch.old_logprobs) == 5
+
+
+# ---- LoRA ------------------------------------------------------------------------------------------------------------------
+
+def lora_logits(model, ids=torch.arange(3, 40)[None]):
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_lora_trains_adapters_only_and_its_checkpoint_is_both_adapter_and_merged_model(here, policy, monkeypatch, algo):
+    peft = pytest.importorskip("peft")
+    engines, sync = [], rollout.HFEngine.sync
+    monkeypatch.setattr(rollout.HFEngine, "sync", lambda self, *args: (engines.append(self), sync(self, *args))[1])
+    how = ("--algo", algo, "--lora-rank", "4", "--lr", "0.01", "--critic-warmup", "0", "--think", "--no-format-reward")
+    whole = run(policy, "whole", *how, steps=3)
+    trained, base, folder = lora_logits(engines[-1].model), load_policy(policy)[0], whole / "checkpoints" / "step-000003"
+    assert not torch.allclose(trained, lora_logits(base), atol=1e-3)
+    torch.testing.assert_close(lora_logits(load_policy(folder)[0]), trained, atol=1e-5, rtol=1e-5)       # the merged model
+    torch.testing.assert_close(lora_logits(peft.PeftModel.from_pretrained(base, folder / "adapter")), trained, atol=1e-5, rtol=1e-5)
+    for name, weight in engines[-1].model.named_parameters():
+        assert weight.requires_grad == (".lora_" in name)
+        if "layernorm" in name:
+            assert torch.equal(weight, load_policy(policy)[0].get_parameter(name))
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            run(policy, "halves", *how, steps=3)
+    train.main(["--resume", "runs/halves"])
+    assert metrics(whole) == metrics(Path("runs/halves")) and equal(weights(whole, 3), weights(Path("runs/halves"), 3))
+
+
+def test_lora_without_peft_is_one_line(here, policy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match="pip install peft"):
+        run(policy, "none", "--lora-rank", "4", steps=1)
