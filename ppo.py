@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from rollout import microbatches
@@ -116,6 +117,20 @@ def kl_k3(logprobs, ref_logprobs):
     return (logratio.exp() - logratio - 1).clamp(min=0)          # rounding can go a hair below 0
 
 
+# ---- many ranks: each knows every dialogue of the step and computes the gradients of its share of the micro-batches ---------
+
+def ranks():
+    """(rank, world size); (0, 1) without torchrun."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def over_ranks(tensor, op="sum"):
+    """The tensor's sum (or maximum) over all ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+    return tensor
+
+
 # ---- models over packed rows --------------------------------------------------------------------------------------------
 
 def hidden_states(model, micro):
@@ -131,6 +146,12 @@ def token_logprobs(model, micro, temperature=1.0, chunk=2048):
     The head runs on agent tokens only, in chunks that are computed again in the backward pass: memory does not grow with
     vocabulary x length.
     """
+    if hasattr(model, "whole"):                    # sharded (train.shard): its weights are whole only inside model.whole()
+        return model.whole(_token_logprobs, model, micro, temperature, chunk)
+    return _token_logprobs(model, micro, temperature, chunk)
+
+
+def _token_logprobs(model, micro, temperature, chunk):
     head = model.get_output_embeddings()
 
     def score(hidden, actions):
@@ -164,8 +185,9 @@ def predict_values(critic, batch, tokens_per_batch):
     values = torch.zeros(len(batch.old_logprobs) if branches else len(batch.turn_lengths))
     starts = batch.starts if branches else [0, *itertools.accumulate(batch.turns)][:-1]
     with torch.no_grad():
-        for micro in microbatches(batch.dialogues, starts, tokens_per_batch, branches, critic.model.device):
-            values[micro.index] = critic(micro).cpu()
+        for micro in microbatches(batch.dialogues, starts, tokens_per_batch, branches, critic.model.device, *ranks()):
+            values[micro.index] += micro.weight * critic(micro).cpu()
+    over_ranks(values)
     return values if branches else batch.per_token(values)
 
 
@@ -204,20 +226,23 @@ def update_critic(critic, optimizer, batch, old_values, returns, cfg, rng):
         starts = [0, *itertools.accumulate(batch.turns)][:-1]
         first = torch.tensor([0, *itertools.accumulate(batch.turn_lengths)][:-1])
         old_values, returns = old_values[first], returns[first]
-    total, norms = 0.0, []
+    total, norms, (rank, world) = torch.zeros(1), [], ranks()
     critic.train()
     for members, size in minibatches(batch, cfg, rng, by_turn=not branches):
-        for micro in microbatches([batch.dialogues[i] for i in members], [starts[i] for i in members], cfg.tokens_per_batch, branches, device):
-            loss = value_loss(critic(micro), old_values[micro.index].to(device), returns[micro.index].to(device), cfg.value_clip).sum() / size
-            loss.backward()
-            total += loss.item() * size
+        for micro in microbatches([batch.dialogues[i] for i in members], [starts[i] for i in members], cfg.tokens_per_batch, branches,
+                                  device, rank, world):
+            loss = value_loss(critic(micro), old_values[micro.index].to(device), returns[micro.index].to(device), cfg.value_clip)
+            loss = loss.sum() * micro.weight
+            (loss * world / size).backward()                       # FSDP averages the ranks' gradients; we want their sum
+            total += loss.item()
         norms.append(apply_gradients(critic, optimizer, cfg))
-    return {"v_loss": total / (len(returns) * cfg.epochs), "critic_grad_norm": sum(norms) / len(norms)}
+    return {"v_loss": over_ranks(total).item() / (len(returns) * cfg.epochs), "critic_grad_norm": sum(norms) / len(norms)}
 
 
 def apply_gradients(model, optimizer, cfg):
     """Clip, step, forget. Returns the gradient norm. A NaN or inf never reaches the weights: that minibatch is skipped."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
     if math.isfinite(norm):
         optimizer.step()
     else:
@@ -238,13 +263,12 @@ def minibatches(batch, cfg, rng, by_turn=False):
 
 def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=None):
     """The clipped policy update that PPO and GRPO share. advantages: (N,), as they enter the loss."""
-    sums = dict.fromkeys(("pg_loss", "entropy", "approx_kl", "clipfrac", "ref_kl", "mismatch"), 0.0)
-    ratio_max = mismatch_max = seen = fresh = 0.0
-    norms = []
+    sums = dict.fromkeys(("pg_loss", "entropy", "approx_kl", "clipfrac", "ref_kl", "mismatch", "tokens", "fresh_tokens"), 0.0)
+    largest, norms, (rank, world) = torch.zeros(2), [], ranks()                        # of the mismatch, of the ratio
     policy.train()
     for number, (members, size) in enumerate(minibatches(batch, cfg, rng)):
         for micro in microbatches([batch.dialogues[i] for i in members], [batch.starts[i] for i in members], cfg.tokens_per_batch,
-                                  device=policy.device):
+                                  device=policy.device, rank=rank, world=world):
             logprobs, entropy = token_logprobs(policy, micro, cfg.temperature)
             old_logprobs = batch.old_logprobs[micro.index].to(logprobs.device)
             pg_loss, clipped = policy_loss(logprobs, old_logprobs, advantages[micro.index].to(logprobs.device), cfg.clip_eps)
@@ -254,18 +278,26 @@ def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=Non
                     ref_logprobs, _ = token_logprobs(ref_policy, micro, cfg.temperature)
                 # k2 is the estimator whose gradient is that of KL(policy || ref); the unbiased k3 is what we report
                 loss = loss + cfg.kl_coef * 0.5 * (logprobs - ref_logprobs) ** 2
-                sums["ref_kl"] += kl_k3(logprobs.detach(), ref_logprobs).sum().item()
-            (loss.sum() / size).backward()
+            (loss.sum() * micro.weight * world / size).backward()  # FSDP averages the ranks' gradients; we want their sum
+            if not micro.weight:
+                continue
             with torch.no_grad():
                 logratio = logprobs - old_logprobs
                 if number == 0:                 # before the first step engine and learner hold the same weights
                     sums["mismatch"] += logratio.abs().sum().item()
-                    mismatch_max, fresh = max(mismatch_max, logratio.abs().max().item()), fresh + len(logratio)
+                    sums["fresh_tokens"] += len(logratio)
+                    largest[0] = max(largest[0], logratio.abs().max().item())
+                if ref_policy is not None:
+                    sums["ref_kl"] += kl_k3(logprobs, ref_logprobs).sum().item()
                 sums["pg_loss"] += pg_loss.sum().item()
                 sums["entropy"] += entropy.sum().item()
                 sums["approx_kl"] += kl_k3(old_logprobs, logprobs).sum().item()
                 sums["clipfrac"] += clipped.sum().item()
-                ratio_max, seen = max(ratio_max, logratio.clamp(max=20).exp().max().item()), seen + len(logratio)
+                sums["tokens"] += len(logratio)
+                largest[1] = max(largest[1], logratio.clamp(max=20).exp().max().item())
         norms.append(apply_gradients(policy, optimizer, cfg))
-    metrics = {name: total / (fresh if name == "mismatch" else seen) for name, total in sums.items()}
-    return {**metrics, "mismatch_max": mismatch_max, "ratio_max": ratio_max, "grad_norm": sum(norms) / len(norms)}
+    total = dict(zip(sums, over_ranks(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()))
+    tokens, fresh = total.pop("tokens"), total.pop("fresh_tokens")
+    mismatch_max, ratio_max = over_ranks(largest, "max").tolist()
+    return {**{name: value / (fresh if name == "mismatch" else tokens) for name, value in total.items()},
+            "mismatch_max": mismatch_max, "ratio_max": ratio_max, "grad_norm": sum(norms) / len(norms)}

@@ -424,22 +424,27 @@ class MicroBatch:
     before: tuple                   # (rows, columns), each (n,): the position that predicts each agent token
     actions: torch.Tensor           # (n,) the sampled ids
     index: torch.Tensor             # (n,) on the CPU: where these agent tokens stand in the step's flat order
+    weight: float = 1.0             # 0.0: another rank's work, done again so that every rank makes equally many passes
 
 
-def microbatches(dialogues, starts, tokens_per_batch, branches=True, device="cpu"):
+def microbatches(dialogues, starts, tokens_per_batch, branches=True, device="cpu", rank=0, world=1):
     """Rows of similar length together, at most `tokens_per_batch` tokens (padding included) a micro-batch.
 
     starts[i]: where dialogue i's agent tokens begin in the step's flat order. With branches=False `before` points at each
-    turn's header and `index` counts turns: the critic reads the trunk alone.
+    turn's header and `index` counts turns: the critic reads the trunk alone. Of `world` ranks each yields its own share;
+    all yield equally many, because under FSDP every forward pass is a collective one.
     """
     rows = [row_of(dialogue, branches) for dialogue in dialogues]
-    order, group = sorted(range(len(rows)), key=lambda i: len(rows[i][0])), []
-    for n, i in enumerate(order):
-        group.append(i)
-        following = len(rows[order[n + 1]][0]) if n + 1 < len(order) else None
-        if following is None or (len(group) + 1) * following > tokens_per_batch:
-            yield microbatch([dialogues[j] for j in group], [rows[j] for j in group], [starts[j] for j in group], branches, device)
-            group = []
+    order, groups = sorted(range(len(rows)), key=lambda i: len(rows[i][0])), [[]]
+    for i in order:
+        if groups[-1] and (len(groups[-1]) + 1) * len(rows[i][0]) > tokens_per_batch:
+            groups.append([])
+        groups[-1].append(i)
+    for at in range(0, len(groups), world):
+        group = groups[min(at + rank, len(groups) - 1)]
+        micro = microbatch([dialogues[j] for j in group], [rows[j] for j in group], [starts[j] for j in group], branches, device)
+        micro.weight = float(at + rank < len(groups))
+        yield micro
 
 
 def microbatch(dialogues, rows, starts, branches=True, device="cpu"):
