@@ -7,6 +7,7 @@ Run: python train.py --algo ppo --think          # no GPU, no key, no download: 
      python train.py --resume runs/NAME          # goes on as if it had never stopped; Ctrl-C finishes the step and saves
 """
 import argparse
+import copy
 import json
 import math
 import os
@@ -20,7 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
 
 import grpo
@@ -142,76 +146,137 @@ def main(argv=None):
     for scenario in scenarios + held_out:
         ScriptedSimulator(scenario)                                # a scenario without a script fails here, not later
     run = run_folder(args)
+    rank, world = start_ranks()
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.preset == "tiny" and not args.model:
-        args.model = str(sft.cached_tiny(args.think))
+        args.model = first_rank_first(lambda: str(sft.cached_tiny(args.think)))
     torch.manual_seed(args.seed)
-    policy, tokenizer = load_policy(args.model)
+    newest = checkpoints(run)[-1:] if args.resume else []
+    policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0])
+    chat = ChatTokens(tokenizer)
+    engine = HFEngine(policy if world == 1 else copy.deepcopy(policy), chat.end_ids, args.max_new_tokens, args.temperature)
     if args.lora_rank:
         add_lora(policy, args.lora_rank)
-    chat = ChatTokens(tokenizer)
-    engine = HFEngine(policy, chat.end_ids, args.max_new_tokens, args.temperature)
     critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
     ref_policy = load_policy(args.model)[0].eval() if args.kl_coef else None
-    optimizers = make_optimizers(policy, critic, args)
     sampler = Sampler(scenarios, args.seed)
     rng, start, best, system = random.Random(args.seed), 0, None, system_prompt(args.think)      # best: (score, step)
-    if args.resume:
-        start, best, engine.weight_version = load_checkpoint(run, policy, critic, optimizers, sampler, rng)
-    write_config(run, args)
+    saved = load_weights(run, policy, critic) if args.resume else None
+    for model in filter(None, (policy, critic, ref_policy)):
+        shard(model)
+    optimizers = make_optimizers(policy, critic, args)
+    if saved:
+        start, best, engine.weight_version = load_progress(run, saved, policy, critic, optimizers, sampler, rng)
+    if world > 1:
+        engine.sync(plain_weights(policy))
     learner = ppo if args.algo == "ppo" else grpo
-    introduce(args, run, policy, scenarios)
-    track = tracker(args, run)
+    if rank == 0:
+        write_config(run, args)
+        introduce(args, run, policy, scenarios, world)
+    track = tracker(args, run) if rank == 0 else None
     with catch_signals() as caught:
-        bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=f"{args.algo} {'think' if args.think else 'plain'}", disable=None)
+        bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=f"{args.algo} {'think' if args.think else 'plain'}",
+                   disable=None if rank == 0 else True)
         for step in bar:
             began = time.perf_counter()
             lr = set_learning_rates(optimizers, args, step)
             dialogues = sampler.next(args, step)                                                     # 1. who talks today
             make_user = lambda d: ScriptedSimulator(d.scenario, args.difficulty, d.start_emotion, d.max_turns,
                                                     seed_of("user", args.seed, step, d.group))
-            seconds = rollout(engine, chat, dialogues, make_user, system)                            # 2. talk; the user feels
+            seconds = play(engine, chat, dialogues, make_user, system)                               # 2. talk; the user feels
             batch = ppo.make_batch(dialogues, args.format_reward)                                    # 3. flatten
             if not batch.dialogues:
                 ends = ", ".join(sorted({d.end_reason for d in dialogues}))
                 raise ValueError(f"step {step + 1}: no dialogue brought a reward ({ends}); context_full: lower --max-new-tokens "
                                  f"{args.max_new_tokens}; simulator_failed: {next((d.error for d in dialogues if d.error), 'see the transcript')}")
             if args.show_tokens and step == start:
-                show_tokens(batch, chat, *learner.estimate(critic, batch, args)[:2])
+                shown = learner.estimate(critic, batch, args)[:2]
+                rank or show_tokens(batch, chat, *shown)
             updated = time.perf_counter()
             metrics = learner.update(policy, critic, optimizers, batch, args, rng, ref_policy,       # 4. learn
                                      train_policy=args.algo == "grpo" or step >= args.critic_warmup)
-            engine.sync()
+            engine.sync(plain_weights(policy) if world > 1 else ())
             seconds["update"] = time.perf_counter() - updated
             metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version}
-            stopping = bool(caught)
+            stopping = bool(ppo.over_ranks(torch.tensor([len(caught)]), "max").item())
             saving = stopping or (step + 1) % args.save_every == 0 or step + 1 == args.steps
             if saving and held_out:
                 metrics |= held_out_score(engine, chat, held_out, args, system)
                 best = max(best or (-1.0, 0), (metrics["eval_emotion"], step + 1))
             metrics |= {f"seconds_{name}": round(value, 3) for name, value in seconds.items()}
             metrics["seconds"] = round(time.perf_counter() - began, 3)
-            log(run, metrics, dialogues)                                                             # 5. numbers and dialogues
-            track(metrics)
+            if rank == 0:
+                log(run, metrics, dialogues)                                                         # 5. numbers and dialogues
+                track(metrics)
+                warn(metrics, args)
             bar.set_postfix(emotion=f"{metrics['emotion']:.1f}", success=f"{metrics['success']:.0f}%", failure=f"{metrics['failure']:.0f}%",
                             generate=f"{seconds['generate']:.1f}s", simulate=f"{seconds['simulate']:.1f}s", update=f"{seconds['update']:.1f}s")
-            warn(metrics, args)
             if saving:                                                                               # 6. save
                 save_checkpoint(run, step + 1, best, args, engine, policy, tokenizer, critic, optimizers, sampler, rng)
             if stopping:
-                print(f"stopped after step {step + 1}. Go on with: python train.py --resume {run}")
-                sys.exit(128 + caught[0])
-    print(f"done. Next: python evaluate.py --model {run}")
+                rank or print(f"stopped after step {step + 1}. Go on with: python train.py --resume {run}")
+                sys.exit(128 + (caught or [signal.SIGTERM])[0])
+    rank or print(f"done. Next: python evaluate.py --model {run}")
     return run
+
+
+# ---- many processes: torchrun --nproc-per-node N train.py ... ---------------------------------------------------------------
+
+def start_ranks():
+    """Join the other ranks where torchrun started this process. Returns (rank, world size)."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return ppo.ranks()
+
+
+def first_rank_first(make):
+    """What make() returns; the first rank makes it alone, the others find it made."""
+    if ppo.ranks()[0]:
+        dist.barrier()
+        return make()
+    made = make()
+    if dist.is_initialized():
+        dist.barrier()
+    return made
+
+
+def shard(model):
+    """FSDP2: every rank keeps its share of each weight, gradient and optimizer state; layers are gathered one at a time.
+
+    Outside of forward() the weights of a sharded model are whole only inside model.whole(function, *args).
+    """
+    if ppo.ranks()[1] == 1:
+        return
+    blocks = (model.model if isinstance(model, ppo.Critic) else model)._no_split_modules
+    for module in model.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module)
+    model.whole = lambda function, *args: function(*args)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "whole")
+
+
+def play(engine, chat, dialogues, make_user, system):
+    """rollout() of this rank's share of the groups; then every rank gets every rank's dialogues, in place and in order."""
+    rank, world = ppo.ranks()
+    mine = [i for i, dialogue in enumerate(dialogues) if dialogue.group % world == rank]
+    seconds = rollout(engine, chat, [dialogues[i] for i in mine], make_user, system)
+    if world > 1:
+        played = [None] * world
+        dist.all_gather_object(played, [(i, dialogues[i]) for i in mine])
+        for i, dialogue in sum(played, []):
+            dialogues[i] = dialogue
+    return seconds
 
 
 def held_out_score(engine, chat, scenarios, args, system):
     """eval_emotion, eval_success, eval_failure over one dialogue per held-out scenario, as SAGE plays them: start 40, 9 replies."""
-    dialogues = [Dialogue(s, args.think, seed_of("held out", args.seed, s.id), start_emotion=40, max_turns=9) for s in scenarios]
-    for at in range(0, len(dialogues), 64):
-        rollout(engine, chat, dialogues[at:at + 64],
-                lambda d: ScriptedSimulator(d.scenario, args.difficulty, d.start_emotion, d.max_turns, d.seed), system)
+    dialogues = [Dialogue(s, args.think, seed_of("held out", args.seed, s.id), group=i, start_emotion=40, max_turns=9)
+                 for i, s in enumerate(scenarios)]
+    play(engine, chat, dialogues, lambda d: ScriptedSimulator(d.scenario, args.difficulty, d.start_emotion, d.max_turns, d.seed), system)
     engine.sync()                                    # keeps nothing of these dialogues, so a resumed run sees what this one sees
     return {f"eval_{name}": value for name, value in outcome(dialogues).items() if name in ("emotion", "success", "failure")}
 
@@ -295,12 +360,17 @@ def add_lora(policy, rank):
 
 
 def plain_weights(policy):
-    """(name, tensor) of every weight as the model without adapters has it, adapters folded in: W + (alpha / r) B A."""
-    for name, weight in policy.named_parameters():
-        if ".lora_" not in name:
-            layer = policy.get_submodule(name.partition(".base_layer.")[0]) if name.endswith(".base_layer.weight") else None
-            weight = weight.detach() if layer is None else (weight + layer.get_delta_weight("default")).detach()
-            yield name.replace(".base_layer", ""), weight
+    """(name, tensor) of every weight as one machine and no adapters would have it: gathered from all ranks, LoRA folded in as
+    W + (alpha / r) B A. One at a time: a second copy of the model is never whole. All ranks must walk through it together."""
+    whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if ".lora_" not in name:
+                weight = whole(weight).detach()
+                if name.endswith(".base_layer.weight"):
+                    layer = policy.get_submodule(name.removesuffix(".base_layer.weight"))
+                    weight = weight + layer.scaling["default"] * whole(layer.lora_B["default"].weight) @ whole(layer.lora_A["default"].weight)
+                yield name.replace(".base_layer", ""), weight
 
 
 def set_learning_rates(optimizers, args, step):
@@ -388,21 +458,33 @@ def log(run, metrics, dialogues):
 
 
 def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, optimizers, sampler, rng):
-    """A Hugging Face folder, plus trainer/ with all that a resume needs; it appears whole or not at all. Then old ones go:
-    the newest --keep stay, and the best one on --eval-scenarios."""
+    """A Hugging Face folder, plus trainer/ with all that a resume needs (plain tensors: nothing is unpickled); it appears whole
+    or not at all. Then old ones go: the newest --keep stay, and the best one on --eval-scenarios. Every rank must call it."""
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    lead = ppo.ranks()[0] == 0
+    weights = {name: weight.cpu() for name, weight in plain_weights(policy) if lead}
+    adapter = {name: whole.cpu() for name, whole in get_model_state_dict(policy, options=full).items() if ".lora_" in name} if args.lora_rank else {}
+    models = {"policy": policy, "critic": critic}
+    tensors = {f"optimizer_{name}": get_optimizer_state_dict(models[name], optimizer, options=full) for name, optimizer in optimizers.items()}
+    tensors |= {"critic": get_model_state_dict(critic, options=full) if critic is not None else None, "torch_rng": torch.get_rng_state()}
+    if not lead:
+        return
+
     def trainer_state(folder):
         version, internal, gauss = rng.getstate()
         (folder / "trainer").mkdir()
-        if args.lora_rank:
-            save_adapter(policy, folder / "adapter")
+        if adapter:                                  # in peft's format: PeftModel.from_pretrained(base, folder / "adapter")
+            policy.peft_config["default"].save_pretrained(folder / "adapter")
+            save_file({f"base_model.model.{name.replace('.default', '')}": weight.contiguous() for name, weight in adapter.items()},
+                      folder / "adapter" / "adapter_model.safetensors")
         (folder / "trainer" / "state.json").write_text(json.dumps(
             {"step": step, "best": best, "weight_version": engine.weight_version, "sampler": sampler.state(), "rng": [version, list(internal), gauss]}))
-        torch.save({"critic": critic.state_dict() if critic is not None else None, "torch_rng": torch.get_rng_state(),
-                    **{f"optimizer_{name}": optimizer.state_dict() for name, optimizer in optimizers.items()}}, folder / "trainer" / "state.pt")
+        torch.save(tensors, folder / "trainer" / "state.pt")
 
     folder = run / "checkpoints" / f"step-{step:06d}"
     try:
-        save_policy(policy, tokenizer, folder, trainer_state, dict(plain_weights(policy)), think=args.think, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+        save_policy(policy, tokenizer, folder, trainer_state, weights, think=args.think, temperature=args.temperature,
+                    max_new_tokens=args.max_new_tokens)
     except Exception as error:                       # a full disk speaks through OSError, RuntimeError (torch) or SafetensorError
         shutil.rmtree(folder.with_name(folder.name + ".partial"), ignore_errors=True)
         raise ValueError(f"{folder} could not be written ({' '.join(str(error).split())[:200]}); earlier checkpoints are whole: make room, "
@@ -413,52 +495,53 @@ def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, op
             shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
 
 
-def save_adapter(policy, folder):
-    """The adapter alone, in peft's format: PeftModel.from_pretrained(base, folder)."""
-    policy.peft_config["default"].save_pretrained(folder)
-    save_file({f"base_model.model.{name.replace('.default', '')}": weight.detach().contiguous()
-               for name, weight in policy.named_parameters() if ".lora_" in name}, folder / "adapter_model.safetensors")
-
-
 def checkpoints(run):
     """Whole checkpoints, oldest first."""
     return sorted(p for p in (run / "checkpoints").glob("step-*[0-9]") if (p / "trainer" / "state.pt").exists())
 
 
-def load_checkpoint(run, policy, critic, optimizers, sampler, rng):
-    """Restore the newest whole checkpoint and forget what was logged after it. Returns its step, the best (score, step) so
-    far, and the engine's weight version."""
-    paths, log = checkpoints(run), run / "metrics.jsonl"
+def load_weights(run, policy, critic):
+    """Put the newest whole checkpoint's critic and adapter into the models (a policy without adapter was loaded from it).
+    Returns its other tensors; None where the run stopped before its first checkpoint."""
+    paths = checkpoints(run)
     if not paths:
         if broken := [path.name for path in (run / "checkpoints").glob("step-*[0-9]")]:
             raise ValueError(f"{run}: no checkpoint is whole ({broken[0]} lacks trainer/state.pt); start again under another --name")
-        log.unlink(missing_ok=True)                  # stopped before its first checkpoint
-        return 0, None, 0
-    state = json.loads((paths[-1] / "trainer" / "state.json").read_text())
-    tensors = torch.load(paths[-1] / "trainer" / "state.pt", weights_only=True)
+        (run / "metrics.jsonl").unlink(missing_ok=True)
+        return None
     if (adapter := paths[-1] / "adapter" / "adapter_model.safetensors").exists():
         found = load_file(adapter)
         policy.load_state_dict({name: found[f"base_model.model.{name.replace('.default', '')}"]
                                 for name, _ in policy.named_parameters() if ".lora_" in name}, strict=False)
-    else:
-        policy.load_state_dict(load_policy(paths[-1])[0].state_dict())
+    tensors = torch.load(paths[-1] / "trainer" / "state.pt", weights_only=True, mmap=True)
     if critic is not None:
         critic.load_state_dict(tensors["critic"])
+    return tensors
+
+
+def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
+    """Restore optimizers and every random state, and forget what was logged after the checkpoint. Returns its step, the best
+    (score, step) so far, and the engine's weight version."""
+    state = json.loads((checkpoints(run)[-1] / "trainer" / "state.json").read_text())
     for name, optimizer in optimizers.items():
-        optimizer.load_state_dict(tensors[f"optimizer_{name}"])
+        set_optimizer_state_dict({"policy": policy, "critic": critic}[name], optimizer, tensors[f"optimizer_{name}"],
+                                 options=StateDictOptions(full_state_dict=True))
     torch.set_rng_state(tensors["torch_rng"])
     sampler.restore(state["sampler"])
     rng.setstate((state["rng"][0], tuple(state["rng"][1]), state["rng"][2]))
-    write_whole(log, "".join(line + "\n" for line in log.read_text().splitlines()[:state["step"]]))
+    log = run / "metrics.jsonl"
+    if ppo.ranks()[0] == 0:
+        write_whole(log, "".join(line + "\n" for line in log.read_text().splitlines()[:state["step"]]))
     return state["step"], state["best"] and tuple(state["best"]), state["weight_version"]
 
 
-def introduce(args, run, policy, scenarios):
+def introduce(args, run, policy, scenarios, world):
     size, trained = (sum(p.numel() for p in policy.parameters() if p.requires_grad or every) / 1e6 for every in (True, False))
     print(f"policy     {args.model} ({size:.1f}M parameters, {trained:.1f}M trained)   change: --model --lora-rank\n"
           f"user       scripted, {args.difficulty}: no LLM, rules only; its scores are not the paper's   change: --difficulty\n"
           f"scenarios  {args.scenarios} ({len(scenarios)})   change: --scenarios\n"
-          f"engine     transformers on {policy.device}, {torch.get_num_threads()} threads   change: --threads\n"
+          f"engine     transformers on {policy.device}, {torch.get_num_threads()} threads, {world} process{'es' if world > 1 else ''}   "
+          "change: --threads, torchrun --nproc-per-node N train.py ...\n"
           f"learner    {args.algo}, {args.steps} steps of {args.dialogues_per_step} dialogues, preset {args.preset}   change: --algo --steps\n"
           f"run        {run}")
 
@@ -467,5 +550,7 @@ if __name__ == "__main__":
     try:
         main()
     except (ValueError, OSError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
+        rank = int(os.environ.get("RANK", 0))
+        if rank == 0 or dist.is_initialized():       # before the ranks have met all find the same error: one line is enough
+            print(f"train.py: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
         sys.exit(2)
