@@ -176,7 +176,7 @@ class Critic(torch.nn.Module):
         torch.nn.init.constant_(self.model.get_output_embeddings().bias, 0.3)
 
     def forward(self, micro):
-        return self.model.get_output_embeddings()(hidden_states(self.model, micro))[:, 0].float()      # (n,)
+        return self.model.get_output_embeddings()(hidden_states(self.model, micro)).sum(-1).float()      # (n, 1) -> (n,)
 
 
 def predict_values(critic, batch, tokens_per_batch):

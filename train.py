@@ -161,15 +161,15 @@ def main(argv=None):
     critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
     ref_policy = load_policy(args.model)[0].eval() if args.kl_coef else None
     sampler = Sampler(scenarios, args.seed)
-    rng, start, best, system = random.Random(args.seed), 0, None, system_prompt(args.think)      # best: (score, step)
+    rng, system = random.Random(args.seed), system_prompt(args.think)
     saved = load_weights(run, policy, critic) if args.resume else None
     for model in filter(None, (policy, critic, ref_policy)):
         shard(model)
     optimizers = make_optimizers(policy, critic, args)
-    if saved:
-        start, best, engine.weight_version = load_progress(run, saved, policy, critic, optimizers, sampler, rng)
+    start, best, version = load_progress(run, saved, policy, critic, optimizers, sampler, rng) if saved else (0, None, 0)
     if world > 1:
         engine.sync(plain_weights(policy))
+    engine.weight_version = version
     learner = ppo if args.algo == "ppo" else grpo
     if rank == 0:
         write_config(run, args)

@@ -58,13 +58,13 @@ def flags(policy, name, *more, steps=2):
 
 @pytest.fixture(autouse=True)
 def listeners(monkeypatch):
-    """Users that hear a stock reply, chosen by the random policy's words, so that rewards differ. Their rules are the real ones."""
-    hear = simulator.ScriptedSimulator.hear
-
-    def generous(self, reply):
-        rng = random.Random(reply)
-        return hear(self, simulator.stock_reply(rng.choice(list(simulator.INTENTIONS)), (self.told or [""])[-1], rng)[0])
     monkeypatch.setattr(simulator.ScriptedSimulator, "hear", generous)
+
+
+def generous(self, reply, hear=simulator.ScriptedSimulator.hear):
+    """Users that hear a stock reply, chosen by the random policy's words, so that rewards differ. Their rules are the real ones."""
+    rng = random.Random(reply)
+    return hear(self, simulator.stock_reply(rng.choice(list(simulator.INTENTIONS)), (self.told or [""])[-1], rng)[0])
 
 
 def run(policy, name, *more, steps=2):
@@ -694,3 +694,61 @@ def test_lora_without_peft_is_one_line(here, policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match="pip install peft"):
         run(policy, "none", "--lora-rank", "4", steps=1)
+
+
+# ---- many processes --------------------------------------------------------------------------------------------------------
+
+def torchrun(here, *runs, more=""):
+    """Two ranks on gloo play these command lines one after another. Returns the finished process."""
+    script = here / "ranks.py"
+    script.write_text(f"""import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]
+import torch, simulator, test_train, train
+torch.set_num_threads(1)
+simulator.ScriptedSimulator.hear = test_train.generous
+{more}
+for argv in {list(map(list, runs))!r}:
+    train.main(argv)
+""")
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+                          cwd=here, capture_output=True, text=True, timeout=300)
+
+
+def close(one, two, steps):
+    """Whether two runs had equal dialogues, and equal metrics and weights up to the order of summation."""
+    assert [sorted(text) for text in transcripts(one).values()] == [sorted(text) for text in transcripts(two).values()]
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=2e-6)
+    first, second = weights(one, steps), weights(two, steps)
+    for name, weight in first.items():
+        torch.testing.assert_close(second[name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_give_the_update_of_one_rank_and_either_resumes_the_other(here, policy):
+    ppo_think = ("--think", "--no-format-reward", "--kl-coef", "0.1", "--critic-warmup", "0", "--max-grad-norm", "0.05", "--lr", "1e-4")
+    grpo_plain = ("--algo", "grpo", "--no-think", "--group-size", "2", "--no-format-reward", "--lr", "1e-4")
+    uneven = (*ppo_think, "--dialogues-per-step", "1", "--minibatches", "1", "--critic-values", "token")         # the second rank has none
+    how = {"ppo": ppo_think, "grpo": grpo_plain, "uneven": uneven}
+    for name, more in how.items():
+        run(policy, f"{name}-one", *more, steps=2)
+    run(policy, "mixed", *ppo_think, steps=1)                                # one rank, then two, then one
+    done = torchrun(here, *(flags(policy, f"{name}-two", *more, steps=2) for name, more in how.items()),
+                    ["--resume", "runs/mixed", "--steps", "2", "--override", "steps"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in how:
+        close(Path(f"runs/{name}-one"), Path(f"runs/{name}-two"), 2)
+    assert metrics(Path("runs/mixed"))[1] == pytest.approx(metrics(Path("runs/ppo-one"))[1] | {"lr": metrics(Path("runs/mixed"))[1]["lr"]}, rel=1e-4, abs=1e-5)
+    train.main(["--resume", "runs/mixed", "--steps", "3", "--override", "steps"])
+    assert [row["weight_version"] for row in metrics(Path("runs/mixed"))] == [1, 2, 3]
+
+
+def test_the_error_of_one_rank_stops_all_with_its_message(here, policy):
+    broken = """
+import os
+def hear(self, reply):
+    raise ValueError("the user of this rank broke")
+if os.environ["RANK"] == "1":
+    simulator.ScriptedSimulator.hear = hear
+"""
+    done = torchrun(here, flags(policy, "broken", steps=2), more=broken)
+    assert done.returncode != 0 and "the user of this rank broke" in done.stderr
