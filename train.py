@@ -478,7 +478,8 @@ def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, op
             save_file({f"base_model.model.{name.replace('.default', '')}": weight.contiguous() for name, weight in adapter.items()},
                       folder / "adapter" / "adapter_model.safetensors")
         (folder / "trainer" / "state.json").write_text(json.dumps(
-            {"step": step, "best": best, "weight_version": engine.weight_version, "sampler": sampler.state(), "rng": [version, list(internal), gauss]}))
+            {"step": step, "best": best, "weight_version": engine.weight_version, "sampler": sampler.state(),
+             "rng": [version, list(internal), gauss]}))
         torch.save(tensors, folder / "trainer" / "state.pt")
 
     folder = run / "checkpoints" / f"step-{step:06d}"

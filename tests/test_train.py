@@ -662,9 +662,9 @@ def test_no_reward_is_trained_for_a_dialogue_that_is_not_in_the_batch():
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------------
 
-def lora_logits(model, ids=torch.arange(3, 40)[None]):
+def lora_logits(model):
     with torch.no_grad():
-        return model.eval()(ids).logits
+        return model.eval()(torch.arange(3, 40)[None]).logits
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo"])
