@@ -29,9 +29,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from simulator import PROMPTS, Reaction, Scenario, ScriptedSimulator, SimulatorFailed
 
+logging.disable_progress_bar()          # loading and saving a checkpoint would break into the bar of the run
 THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
