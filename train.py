@@ -30,7 +30,7 @@ from tqdm import tqdm
 import grpo
 import ppo
 import sft
-from rollout import ChatTokens, Dialogue, HFEngine, load_policy, rollout, save_policy, seed_of, show_tokens, system_prompt
+from rollout import ChatTokens, Dialogue, VLLMEngine, load_policy, make_engine, rollout, save_policy, seed_of, show_tokens, system_prompt
 from simulator import PROMPTS, ScriptedSimulator, load_scenarios
 
 # The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
@@ -75,6 +75,11 @@ def parse_args(argv=None):
     add(world, "--max-turns", 8, "agent replies that are scored, paper B.3")
     policy = parser.add_argument_group("policy and sampling")
     add(policy, "--model", "", "Hugging Face folder or name, empty = the embedded policy (sft.py builds it in about two minutes)")
+    add(policy, "--engine", "auto", "vllm, or hf (plain transformers); auto = vllm where there is a GPU and vllm is installed",
+        choices=("auto", "hf", "vllm"))
+    add(policy, "--engine-memory", 0.5, "vllm: share of the GPU's memory for its weights and cache")
+    add(policy, "--engine-sleep", False, "vllm on a GPU: free that memory during the update", action="store_true")
+    add(policy, "--max-context", 0, "vllm: tokens of the longest dialogue, 0 = all that the model can")
     add(policy, "--lora-rank", 0, "train LoRA adapters of this rank on every linear layer instead of all weights (pip install peft); 0 = all weights")
     add(policy, "--dialogues-per-step", 32, "dialogues of one step over all groups, paper B.3 (GRPO there: 32 groups)")
     add(policy, "--group-size", 4, "GRPO: dialogues of one scenario and opening, paper B.3")
@@ -91,6 +96,9 @@ def parse_args(argv=None):
     add(learn, "--epochs", 1, "passes over a step's dialogues, released code")
     add(learn, "--minibatches", 1, "optimizer steps an epoch, dialogues split evenly")
     add(learn, "--clip-eps", 0.2, "clip of the ratio, PPO Eq. 7, released code")
+    add(learn, "--tis-cap", 2.0, "vllm: largest weight that corrects a token for engine and learner differing, 0 = none; "
+        "https://fengyao.notion.site/off-policy-rl")
+    add(learn, "--max-mismatch", 0.1, "stop when engine and learner differ by more (mean nats a token, before the first update of a step)")
     add(learn, "--ent-coef", 0.001, "entropy bonus, released code")
     add(learn, "--kl-coef", 0.0, "KL to the first policy, added to the loss; 0 builds no reference model, as in the paper")
     add(learn, "--format-reward", True, "a malformed turn earns 0, paper 2.3", action=argparse.BooleanOptionalAction)
@@ -155,7 +163,11 @@ def main(argv=None):
     newest = checkpoints(run)[-1:] if args.resume else []
     policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0])
     chat = ChatTokens(tokenizer)
-    engine = HFEngine(policy if world == 1 else copy.deepcopy(policy), chat.end_ids, args.max_new_tokens, args.temperature)
+    engine = make_engine(args.engine, newest[0] if newest else args.model, policy if world == 1 else copy.deepcopy(policy), chat.end_ids,
+                         args.max_new_tokens, args.temperature, max_context=args.max_context or None, memory=args.engine_memory,
+                         sleep=args.engine_sleep, seed=args.seed)
+    separate = world > 1 or isinstance(engine, VLLMEngine)           # the engine has weights of its own
+    cfg = argparse.Namespace(**vars(args) | {"tis_cap": args.tis_cap * isinstance(engine, VLLMEngine)})
     if args.lora_rank:
         add_lora(policy, args.lora_rank)
     critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
@@ -167,13 +179,13 @@ def main(argv=None):
         shard(model)
     optimizers = make_optimizers(policy, critic, args)
     start, best, version = load_progress(run, saved, policy, critic, optimizers, sampler, rng) if saved else (0, None, 0)
-    if world > 1:
+    if separate:
         engine.sync(plain_weights(policy))
     engine.weight_version = version
     learner = ppo if args.algo == "ppo" else grpo
     if rank == 0:
         write_config(run, args)
-        introduce(args, run, policy, scenarios, world)
+        introduce(args, run, policy, engine, scenarios, world)
     track = tracker(args, run) if rank == 0 else None
     with catch_signals() as caught:
         bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=f"{args.algo} {'think' if args.think else 'plain'}",
@@ -191,12 +203,14 @@ def main(argv=None):
                 raise ValueError(f"step {step + 1}: no dialogue brought a reward ({ends}); context_full: lower --max-new-tokens "
                                  f"{args.max_new_tokens}; simulator_failed: {next((d.error for d in dialogues if d.error), 'see the transcript')}")
             if args.show_tokens and step == start:
-                shown = learner.estimate(critic, batch, args)[:2]
+                shown = learner.estimate(critic, batch, cfg)[:2]
                 rank or show_tokens(batch, chat, *shown)
             updated = time.perf_counter()
-            metrics = learner.update(policy, critic, optimizers, batch, args, rng, ref_policy,       # 4. learn
+            if args.engine_sleep and separate:
+                engine.sleep()
+            metrics = learner.update(policy, critic, optimizers, batch, cfg, rng, ref_policy,        # 4. learn
                                      train_policy=args.algo == "grpo" or step >= args.critic_warmup)
-            engine.sync(plain_weights(policy) if world > 1 else ())
+            engine.sync(plain_weights(policy) if separate else ())
             seconds["update"] = time.perf_counter() - updated
             metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version}
             stopping = bool(ppo.over_ranks(torch.tensor([len(caught)]), "max").item())
@@ -536,13 +550,14 @@ def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
     return state["step"], state["best"] and tuple(state["best"]), state["weight_version"]
 
 
-def introduce(args, run, policy, scenarios, world):
+def introduce(args, run, policy, engine, scenarios, world):
+    name = "vLLM" if isinstance(engine, VLLMEngine) else "transformers"
     size, trained = (sum(p.numel() for p in policy.parameters() if p.requires_grad or every) / 1e6 for every in (True, False))
     print(f"policy     {args.model} ({size:.1f}M parameters, {trained:.1f}M trained)   change: --model --lora-rank\n"
           f"user       scripted, {args.difficulty}: no LLM, rules only; its scores are not the paper's   change: --difficulty\n"
           f"scenarios  {args.scenarios} ({len(scenarios)})   change: --scenarios\n"
-          f"engine     transformers on {policy.device}, {torch.get_num_threads()} threads, {world} process{'es' if world > 1 else ''}   "
-          "change: --threads, torchrun --nproc-per-node N train.py ...\n"
+          f"engine     {name} on {policy.device}, {torch.get_num_threads()} threads, {world} process{'es' if world > 1 else ''}   "
+          "change: --engine --threads, torchrun --nproc-per-node N train.py ...\n"
           f"learner    {args.algo}, {args.steps} steps of {args.dialogues_per_step} dialogues, preset {args.preset}   change: --algo --steps\n"
           f"run        {run}")
 

@@ -32,7 +32,7 @@ def settings(**changed):
     """What update() reads of the flags; plain values in which nothing is scaled or clipped away."""
     return argparse.Namespace(**{**dict(
         tokens_per_batch=4096, gae="turn", gamma=1.0, gae_lambda=1.0, epochs=1, minibatches=1, value_clip=0.5, max_grad_norm=1e9,
-        temperature=1.0, clip_eps=0.2, ent_coef=0.0, kl_coef=0.0, std=True), **changed})
+        temperature=1.0, clip_eps=0.2, ent_coef=0.0, kl_coef=0.0, std=True, tis_cap=0.0, max_mismatch=1e9), **changed})
 
 
 def made(lengths, emotions=None, ok=None, user=3, group=0):
