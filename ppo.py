@@ -132,7 +132,7 @@ def ranks():
 
 def over_ranks(tensor, op="sum"):
     """The tensor's sum (or maximum) over all ranks, in place."""
-    if dist.is_initialized():
+    if ranks()[1] > 1:                             # vLLM opens a group of one for itself
         dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
     return tensor
 

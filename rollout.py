@@ -377,6 +377,8 @@ class VLLMEngine:
             self.engine.wake_up()
         if named_parameters:
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
+            if not torch.cuda.is_available():                            # there vLLM 0.32 keeps a packed copy of a tied head
+                self.engine.apply_model(lambda model: model.lm_head.quant_method.process_weights_after_loading(model.lm_head))
         self.engine.reset_prefix_cache()
         self.weight_version += 1
 

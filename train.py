@@ -252,7 +252,7 @@ def first_rank_first(make):
         dist.barrier()
         return make()
     made = make()
-    if dist.is_initialized():
+    if ppo.ranks()[1] > 1:
         dist.barrier()
     return made
 
