@@ -96,12 +96,20 @@ def parse_args(argv=None):
     add(learn, "--epochs", 1, "passes over a step's dialogues, released code")
     add(learn, "--minibatches", 1, "optimizer steps an epoch, dialogues split evenly")
     add(learn, "--clip-eps", 0.2, "clip of the ratio, PPO Eq. 7, released code")
+    add(learn, "--clip-high", 0.0, "how far the ratio may rise, 0 = --clip-eps; DAPO, arXiv 2503.14476")
+    add(learn, "--reward", "final", "final: every turn earns the final emotion, released code; delta: what it changed, credited to it and the turns before "
+        "it (paper 2.1's e_t; PPO then takes --gae dialogue)", choices=("final", "delta"))
+    add(learn, "--loss-norm", "token", "policy loss averaged over agent tokens, released code, or dialogue by dialogue", choices=("token", "dialogue"))
+    add(learn, "--imitation-coef", 0.0, "weight of the reward-weighted imitation loss -R log pi, paper 2.2 (in no released code)")
     add(learn, "--tis-cap", 2.0, "vllm: largest weight that corrects a token for engine and learner differing, 0 = none; "
         "https://fengyao.notion.site/off-policy-rl")
     add(learn, "--max-mismatch", 0.1, "stop when engine and learner differ by more (mean nats a token, before the first update of a step)")
     add(learn, "--ent-coef", 0.001, "entropy bonus, released code")
     add(learn, "--kl-coef", 0.0, "KL to the first policy, added to the loss; 0 builds no reference model, as in the paper")
     add(learn, "--format-reward", True, "a malformed turn earns 0, paper 2.3", action=argparse.BooleanOptionalAction)
+    add(learn, "--gradient-checkpointing", False, "compute each layer again in the backward pass: less memory, a third more time", action="store_true")
+    add(learn, "--dtype", "auto", "of matrix products; weights and Adam stay in float32; auto = bfloat16 on a GPU, else float32",
+        choices=("auto", "float32", "bfloat16"))
     add(learn, "--tokens-per-batch", 16384, "tokens of one micro-batch, padding included; changes memory, not results")
     critic = parser.add_argument_group("PPO")
     add(critic, "--gamma", 1.0, "discount, released code")
@@ -138,6 +146,8 @@ def check_args(args):
         raise ValueError(f"--start-emotion must be from 10 to 99, not {args.start_emotion}: dialogues end below 10 and at 100")
     if args.temperature <= 0:
         raise ValueError("--temperature must be above 0: RL needs sampled replies")
+    if args.reward == "delta" and args.algo == "ppo":
+        args.gae = "dialogue"
     if args.algo == "grpo" and args.group_size < 2:
         raise ValueError("--group-size must be at least 2: GRPO compares the dialogues of a group")
     if args.algo == "grpo" and args.dialogues_per_step % args.group_size:
@@ -162,6 +172,8 @@ def main(argv=None):
     torch.manual_seed(args.seed)
     newest = checkpoints(run)[-1:] if args.resume else []
     policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0])
+    if args.think:
+        ppo.check_packing(policy)
     chat = ChatTokens(tokenizer)
     engine = make_engine(args.engine, newest[0] if newest else args.model, policy if world == 1 else copy.deepcopy(policy), chat.end_ids,
                          args.max_new_tokens, args.temperature, max_context=args.max_context or None, memory=args.engine_memory,
@@ -175,6 +187,10 @@ def main(argv=None):
     sampler = Sampler(scenarios, args.seed)
     rng, system = random.Random(args.seed), system_prompt(args.think)
     saved = load_weights(run, policy, critic) if args.resume else None
+    for model in filter(None, (policy, critic and critic.model, ref_policy)):
+        model.in_bfloat16 = args.dtype == "bfloat16" or args.dtype == "auto" and policy.device.type == "cuda"
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable(dict(use_reentrant=False))
     for model in filter(None, (policy, critic, ref_policy)):
         shard(model)
     optimizers = make_optimizers(policy, critic, args)
@@ -197,7 +213,7 @@ def main(argv=None):
             make_user = lambda d: ScriptedSimulator(d.scenario, args.difficulty, d.start_emotion, d.max_turns,
                                                     seed_of("user", args.seed, step, d.group))
             seconds = play(engine, chat, dialogues, make_user, system)                               # 2. talk; the user feels
-            batch = ppo.make_batch(dialogues, args.format_reward)                                    # 3. flatten
+            batch = ppo.make_batch(dialogues, args.format_reward, args.reward)                       # 3. flatten
             if not batch.dialogues:
                 ends = ", ".join(sorted({d.end_reason for d in dialogues}))
                 raise ValueError(f"step {step + 1}: no dialogue brought a reward ({ends}); context_full: lower --max-new-tokens "
