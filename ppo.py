@@ -379,7 +379,7 @@ def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=Non
                 largest[1] = max(largest[1], (logprobs - old_logprobs).clamp(max=20).exp().max().item())
         if number == 0:
             metrics = means(first)
-            if metrics["mismatch"] > cfg.max_mismatch:
+            if not metrics["mismatch"] <= cfg.max_mismatch:        # NaN is a mismatch too
                 optimizer.zero_grad()
                 raise ValueError(f"engine and learner differ by {metrics['mismatch']:.3g} nats a token (--max-mismatch {cfg.max_mismatch}): "
                                  "the engine does not sample from the weights that are trained; no update was made")

@@ -30,7 +30,7 @@ from tqdm import tqdm
 import grpo
 import ppo
 import sft
-from rollout import ChatTokens, Dialogue, VLLMEngine, load_policy, make_engine, rollout, save_policy, seed_of, show_tokens, system_prompt
+from rollout import ChatTokens, Dialogue, VLLMEngine, load_policy, make_engine, rollout, save_policy, seed_of, show_tokens, system_prompt, uses_vllm
 from simulator import PROMPTS, ScriptedSimulator, load_scenarios
 
 # The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
@@ -79,6 +79,7 @@ def parse_args(argv=None):
         choices=("auto", "hf", "vllm"))
     add(policy, "--engine-memory", 0.5, "vllm: share of the GPU's memory for its weights and cache")
     add(policy, "--engine-sleep", False, "vllm on a GPU: free that memory during the update", action="store_true")
+    add(policy, "--tensor-parallel", 1, "vllm under torchrun: ranks that hold one engine together, for a model larger than a GPU")
     add(policy, "--max-context", 0, "vllm: tokens of the longest dialogue, 0 = all that the model can")
     add(policy, "--lora-rank", 0, "train LoRA adapters of this rank on every linear layer instead of all weights (pip install peft); 0 = all weights")
     add(policy, "--dialogues-per-step", 32, "dialogues of one step over all groups, paper B.3 (GRPO there: 32 groups)")
@@ -144,6 +145,10 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if not 10 <= args.start_emotion < 100:
         raise ValueError(f"--start-emotion must be from 10 to 99, not {args.start_emotion}: dialogues end below 10 and at 100")
+    uses_vllm(args.engine)                                         # not installed: say so now
+    ranks, parallel = int(os.environ.get("WORLD_SIZE", 1)), args.tensor_parallel
+    if parallel < 1 or ranks % parallel or parallel > 1 and args.engine != "vllm":
+        raise ValueError(f"--tensor-parallel {parallel} needs --engine vllm and torchrun --nproc-per-node with a multiple of it, not {ranks}")
     if args.temperature <= 0:
         raise ValueError("--temperature must be above 0: RL needs sampled replies")
     if args.reward == "delta" and args.algo == "ppo":
@@ -177,7 +182,7 @@ def main(argv=None):
     chat = ChatTokens(tokenizer)
     engine = make_engine(args.engine, newest[0] if newest else args.model, policy if world == 1 else copy.deepcopy(policy), chat.end_ids,
                          args.max_new_tokens, args.temperature, max_context=args.max_context or None, memory=args.engine_memory,
-                         sleep=args.engine_sleep, seed=args.seed)
+                         sleep=args.engine_sleep, seed=args.seed, tensor_parallel=args.tensor_parallel)
     separate = world > 1 or isinstance(engine, VLLMEngine)           # the engine has weights of its own
     cfg = argparse.Namespace(**vars(args) | {"tis_cap": args.tis_cap * isinstance(engine, VLLMEngine)})
     if args.lora_rank:
@@ -222,7 +227,7 @@ def main(argv=None):
                 shown = learner.estimate(critic, batch, cfg)[:2]
                 rank or show_tokens(batch, chat, *shown)
             updated = time.perf_counter()
-            if args.engine_sleep and separate:
+            if isinstance(engine, VLLMEngine):
                 engine.sleep()
             metrics = learner.update(policy, critic, optimizers, batch, cfg, rng, ref_policy,        # 4. learn
                                      train_policy=args.algo == "grpo" or step >= args.critic_warmup)
@@ -292,8 +297,14 @@ def shard(model):
 def play(engine, chat, dialogues, make_user, system):
     """rollout() of this rank's share of the groups; then every rank gets every rank's dialogues, in place and in order."""
     rank, world = ppo.ranks()
-    mine = [i for i, dialogue in enumerate(dialogues) if dialogue.group % world == rank]
-    seconds = rollout(engine, chat, [dialogues[i] for i in mine], make_user, system)
+    engines, (number, part) = world // engine.tensor_parallel, divmod(rank, engine.tensor_parallel)
+    mine = [i for i, dialogue in enumerate(dialogues) if dialogue.group % engines == number and part == 0]
+    if part:
+        seconds = engine.follow()
+    else:
+        seconds = rollout(engine, chat, [dialogues[i] for i in mine], make_user, system)
+        if engine.tensor_parallel > 1:
+            engine.dismiss()
     if world > 1:
         played = [None] * world
         dist.all_gather_object(played, [(i, dialogues[i]) for i in mine])

@@ -2,6 +2,7 @@
 import gc
 import glob
 import json
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -175,6 +176,36 @@ def test_an_engine_with_other_weights_than_the_learner_stops_the_run(tmp_path, m
         train.main(["--engine", "vllm", "--model", str(tiny), "--preset", "tiny", "--name", "run", "--steps", "3", "--dialogues-per-step", "8", "--max-turns", "2",
                     "--max-new-tokens", "12", "--lr", "0.01", "--no-format-reward", "--critic-warmup", "0", "--max-mismatch", "0.001"])
     assert "\n" not in str(error.value) and len(open("runs/run/metrics.jsonl").readlines()) == 1
+
+
+def test_two_ranks_with_an_engine_each_or_one_together_train_as_one_rank_does(tmp_path, monkeypatch, tiny):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--engine", "vllm", "--model", str(tiny), "--preset", "tiny", "--think", "--steps", "2", "--dialogues-per-step", "8", "--max-turns", "3",
+             "--max-new-tokens", "12", "--minibatches", "2", "--lr", "0.003", "--no-format-reward", "--critic-warmup", "0"]
+    train.main([*flags, "--name", "one"])
+    for name, parallel in (("each", "1"), ("together", "2")):
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", train.__file__, *flags,
+                               "--name", name, "--tensor-parallel", parallel], capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, each, together = ([json.loads(line) for line in open(f"runs/{name}/metrics.jsonl")] for name in ("one", "each", "together"))
+    said = [sorted(open(f"runs/{name}/transcripts/step-000002.jsonl")) for name in ("one", "each", "together")]
+    assert said[0] == said[1] == said[2] and len(said[0]) == 8
+    for a, b, c in zip(one, each, together, strict=True):
+        assert max(a["mismatch_max"], b["mismatch_max"], c["mismatch_max"]) < 1e-3
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3) == pytest.approx(c["grad_norm"], rel=1e-3)
+
+
+def test_greedy_evaluation_says_the_same_with_either_engine(tiny, scenarios):
+    how = dict(simulator_name="scripted", difficulty="vanilla", think=False, temperature=0.0, max_new_tokens=8, max_turns=2, start_emotion=40,
+               repetitions=1, seed=0, desc="test")
+    by_vllm, by_hf = ([d.to_dict() for d in rollout.play_scenarios(tiny, scenarios[:3], engine=engine, **how)] for engine in ("vllm", "hf"))
+    assert by_vllm == by_hf and len(by_vllm) == 3 and all(d["turns"] for d in by_vllm)
+
+
+def test_what_vllm_refuses_is_one_line(tiny):
+    with pytest.raises(ValueError, match="vLLM cannot take .*10000000") as error:
+        VLLMEngine(tiny, [2], 12, max_context=10_000_000)
+    assert "\n" not in str(error.value)
 
 
 def test_a_real_instruct_model_gives_transformers_log_probs_and_follows_a_sync(smollm2):
