@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import zlib
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
@@ -540,6 +540,7 @@ class LLMClient:
         self.timeout, self.in_flight, self.lock = timeout, threading.BoundedSemaphore(concurrency), threading.Lock()
         self.counts, self.shared, self.unsupported = dict.fromkeys(COUNTERS, 0), {}, set()
         self.sleep, self.random = time.sleep, random.Random()
+        self.pool = ThreadPoolExecutor(256)     # more than calls in flight: one that waits before a retry holds up nobody
         self.cache, self.cache_file = read_cache(cache) if cache else ({}, None)
 
     def count(self, name, by=1):
@@ -747,16 +748,18 @@ def add_simulator_flags(group):
     add("--simulator-max-tokens", 2048, "tokens of one answer at most; a longer one is cut and asked for again")
     add("--simulator-price-in", 0.0, "price of a million tokens sent, for simulator_cost")
     add("--simulator-price-out", 0.0, "price of a million tokens received, for simulator_cost")
-    add("--max-simulator-failures", 0.2, "share of dialogues that may fail; training saves a checkpoint and stops above it")
+    add("--max-simulator-failures", 0.25, "share of dialogues that may fail; training saves a checkpoint and stops above it")
 
 
 def users_of(args):
-    """-> (make_user(scenario, seed), client): what the flags ask for. client is None for the scripted user.
+    """-> (make_user(scenario, start_emotion, max_turns, seed), client): what the flags ask for; client is None for the scripted user.
 
-    Completes args: the address that is really used. Raises ValueError for what cannot work; probe() then asks the endpoint.
+    Asks the endpoint once. Completes args: the address and the format that are really used. ValueError for what cannot work.
     """
+    if not 0 <= args.max_simulator_failures <= 1:
+        raise ValueError(f"--max-simulator-failures is a share from 0 to 1, not {args.max_simulator_failures}")
     if args.simulator == "scripted":
-        return lambda scenario, seed: ScriptedSimulator(scenario, args.difficulty, args.start_emotion, args.max_turns, seed), None
+        return lambda scenario, *rules: ScriptedSimulator(scenario, args.difficulty, *rules), None
     args.simulator_url = args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
     url = urlsplit(args.simulator_url)
     if not args.simulator_model:
@@ -768,11 +771,11 @@ def users_of(args):
     for name in ("concurrency", "timeout", "max_tokens"):
         if not getattr(args, f"simulator_{name}") > 0:
             raise ValueError(f"--simulator-{name.replace('_', '-')} must be above 0, not {getattr(args, f'simulator_{name}')}")
-    if not 0 <= args.max_simulator_failures <= 1:
-        raise ValueError(f"--max-simulator-failures is a share from 0 to 1, not {args.max_simulator_failures}")
     client = LLMClient(args.simulator_model, args.simulator_url, args.simulator_format, args.simulator_cache, args.simulator_concurrency,
                        args.simulator_timeout, args.simulator_max_tokens, (args.simulator_price_in, args.simulator_price_out))
-    return lambda scenario, seed: LLMSimulator(scenario, client, args.difficulty, None, args.start_emotion, args.max_turns, seed), client
+    client.probe()
+    args.simulator_format = client.format
+    return lambda scenario, *rules: LLMSimulator(scenario, client, args.difficulty, None, *rules), client
 
 
 # ---- the scripted user ----------------------------------------------------------------------------------------------
@@ -1063,7 +1066,6 @@ def main(argv=None):
     parser.add_argument("--difficulty", choices=("challenging", "vanilla"), default="challenging",
                         help="challenging hides its need in hints, vanilla names it (default: challenging; RLVER 3.4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the user's choices (default: 0)")
-    parser.set_defaults(start_emotion=40, max_turns=9)                  # SAGE's
     add_simulator_flags(parser.add_argument_group("the simulated user"))
     args = parser.parse_args(argv)
     scenarios = {scenario.id: scenario for scenario in load_scenarios(args.scenarios)}
@@ -1074,11 +1076,9 @@ def main(argv=None):
     if args.scenario and args.scenario not in scenarios:
         raise ValueError(f"no scenario {args.scenario!r} in {args.scenarios}; --list shows them")
     scenario = scenarios[args.scenario] if args.scenario else random.choice([*scenarios.values()])
-    make_user, client = users_of(args)
-    if client:
-        client.probe()
+    make_user, _ = users_of(args)
     try:
-        chat_in_terminal(make_user(scenario, args.seed), scenario, f"{args.simulator_model or 'scripted'} user, {args.difficulty}")
+        chat_in_terminal(make_user(scenario, 40, 9, args.seed), scenario, f"{args.simulator_model or 'scripted'} user, {args.difficulty}")
     except SimulatorFailed as error:
         raise ValueError(f"the simulated user failed: {error}") from None
 
