@@ -611,7 +611,8 @@ class LLMClient:
 
     def _send(self, body, retries):
         """One request and its retries -> the endpoint's answer. SimulatorFailed where it refuses or stays broken."""
-        for attempt in range(retries + 1):
+        attempt = 0
+        while True:
             body, wait, status = self._supported(body), None, None
             with self.in_flight:
                 began = time.perf_counter()
@@ -625,8 +626,8 @@ class LLMClient:
                     status, wait = error.status_code, retry_after(error.response.headers)
                     why = f"answered {status} ({error.message})"
                     if status in (400, 422) and self._unsupported(why, body):
-                        continue
-                    gone = "insufficient_quota" in why or wait and wait > LONGEST_WAIT
+                        continue                # at most once for each of three settings
+                    gone = "insufficient_quota" in error.response.text or wait and wait > LONGEST_WAIT
                     if gone or status < 500 and status not in (408, 409, 425, 429):
                         raise SimulatorFailed(self._plain(why), status=status) from None
                 except self.openai.APITimeoutError:
@@ -635,11 +636,12 @@ class LLMClient:
                     why = f"cannot be reached, or broke off ({error.__cause__ or error})"
                 finally:
                     self.count("seconds", time.perf_counter() - began)
-            if attempt < retries:
-                self.count("retries")
-                # never before the endpoint asks for it, and never all dialogues at the same moment
-                self.sleep(max(wait or 0, 0.5 * 2 ** attempt) * (1 + 0.5 * self.random.random()))
-        raise SimulatorFailed(self._plain(f"{why}, {attempt + 1} times"), status=status)
+            if attempt == retries:
+                raise SimulatorFailed(self._plain(f"{why}, {attempt + 1} times"), status=status)
+            self.count("retries")
+            # never before the endpoint asks for it, and never all dialogues at the same moment
+            self.sleep(max(wait or 0, 0.5 * 2 ** attempt) * (1 + 0.5 * self.random.random()))
+            attempt += 1
 
     def _supported(self, body):
         """Without what this endpoint refuses: newer OpenAI models take no temperature and have another name for max_tokens."""
