@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parent
 METRICS = {"score": lambda emotion: emotion, "success": lambda emotion: 100 * (emotion >= 100),
            "failure": lambda emotion: 100 * (emotion < 10)}  # final emotion -> what is averaged
 # Settings that make the user: results that differ here are on different scales. The policy's may differ, but not unseen.
-SIMULATOR_SIDE = ("simulator", "difficulty", "start_emotion", "clamp", "max_turns", "scenarios_sha256", "prompts_sha256")
+SIMULATOR_SIDE = ("simulator", "difficulty", "start_emotion", "clamp", "max_turns", "scenarios_sha256", "prompts_sha256",
+                  "simulator_model", "simulator_format")
 AGENT_SIDE = ("think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions", "seed", "code_version")
 BEHAVIOUR = ("mean_turns", "reply_tokens", "thought_tokens", "format_rate", "repeat_rate")
 CURVES = ("emotion", "success", "failure", "format_rate", "repeat_rate", "response_len", "turns")  # drawn first
@@ -76,23 +77,25 @@ def score(args):
         settings, references = settings_of_file(args.transcripts, transcripts), {}
     else:
         scenarios = simulator.load_scenarios(args.scenarios)[:args.limit]
+        make_user, client = simulator.users_of(args)
         settings, references = settings_of_run(args), {}
         if args.simulator == "scripted":  # what players that know the rules get, so that a score can be read
             references = {name: mean([simulator.play_reference(name, scenario, args.difficulty, args.start_emotion,
                                                                args.max_turns, args.seed) for scenario in scenarios])
                           for name in simulator.REFERENCE_PLAYERS}
-        transcripts = play(args, scenarios)
+        transcripts = play(args, scenarios, make_user, client)
     if args.save_transcripts:
         lines = (json.dumps(transcript, ensure_ascii=False) + "\n" for transcript in transcripts)
         Path(args.save_transcripts).write_text("".join(lines), encoding="utf-8")
-    return summarize(transcripts, settings, references) | (verify(transcripts) if args.verify else {})
+    return (summarize(transcripts, settings, references) | (verify(transcripts) if args.verify else {})
+            | ({"simulator": client.take_counts()} if args.model and client else {}))
 
 
-def play(args, scenarios):
+def play(args, scenarios, make_user, client):
     """Let the policy talk to every scenario; returns transcripts (dicts, see rollout.Dialogue.to_dict)."""
     import rollout  # here: scoring files needs no torch
     dialogues = rollout.play_scenarios(
-        args.model, scenarios, simulator_name=args.simulator, difficulty=args.difficulty, think=args.think,
+        args.model, scenarios, make_user=make_user, pool=client and client.pool, max_failures=args.max_simulator_failures, think=args.think,
         temperature=args.temperature, max_new_tokens=args.max_new_tokens, max_turns=args.max_turns,
         start_emotion=args.start_emotion, repetitions=args.repetitions, seed=args.seed, desc="evaluate", engine=args.engine)
     return [dialogue.to_dict() for dialogue in dialogues]
@@ -101,9 +104,12 @@ def play(args, scenarios):
 # ---- settings: what must be known to get the same numbers again ----
 
 def settings_of_run(args):
-    names = ("model", "simulator", "difficulty", "start_emotion", "max_turns", "scenarios", "limit", "think", "greedy",
-             "temperature", "max_new_tokens", "engine", "repetitions", "seed")  # by name: a key or token must never reach a file
+    names = ("model", "simulator", "simulator_model", "simulator_url", "simulator_format", "difficulty", "start_emotion", "max_turns",
+             "scenarios", "limit", "think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions",
+             "seed")  # by name: a key or token must never reach a file
     settings = {name: getattr(args, name) for name in names} | {"clamp": 10}
+    if args.simulator == "scripted":
+        settings |= dict.fromkeys(("simulator_model", "simulator_url", "simulator_format"), "")
     prompts = [path for path in sorted((ROOT / "prompts").rglob("*")) if path.suffix in (".txt", ".json")]
     for name, paths in (("scenarios_sha256", [args.scenarios]), ("prompts_sha256", prompts)):
         settings[name] = hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
@@ -378,7 +384,8 @@ def summary_tables(summary):
     if summary["references"]:
         yield [("reference player", "score")] + [(name, half_up(value)) for name, value in summary["references"].items()]
     yield ([("behaviour and counters", "")] + [(key, half_up(summary[key], 2)) for key in BEHAVIOUR]
-           + [(f"{kind}: {name}", str(count)) for kind in ("end_reasons", "flags") for name, count in summary[kind].items()])
+           + [(f"{kind}: {name}", str(count)) for kind in ("end_reasons", "flags") for name, count in summary[kind].items()]
+           + [(name, str(count)) for name, count in summary.get("simulator", {}).items()])
 
 
 def comparison_table(comparison):
@@ -391,7 +398,7 @@ def print_summary(summary):
     settings = summary["settings"]
     name = hashlib.sha256(json.dumps([settings.get(key) for key in SIMULATOR_SIDE]).encode()).hexdigest()[:8]
     print(f"benchmark {name}: " + ", ".join(f"{key} {str(value)[:8] if 'sha256' in key else value}"
-                                            for key, value in settings.items() if value is not None))
+                                            for key, value in settings.items() if value not in (None, "")))
     print(headline(summary))
     for table in summary_tables(summary):
         print_table(table)
@@ -497,7 +504,7 @@ def parse_args(argv=None):
     out.add_argument("--force", action="store_true", help="with --compare: also compare results of different simulated users")
     user = parser.add_argument_group("the simulated user (SAGE's setting is the default)")
     user.add_argument("--scenarios", default=str(ROOT / "prompts/en/test.jsonl"), metavar="FILE", help="scenario file (default: the held-out events of prompts/en/test.jsonl)")
-    user.add_argument("--simulator", default="scripted", help="who plays the user (default: scripted, the embedded world)")
+    simulator.add_simulator_flags(user)
     user.add_argument("--difficulty", choices=("vanilla", "challenging"), default="challenging", help="how much the user hints at its need (default: challenging; RLVER 3.4)")
     user.add_argument("--start-emotion", type=int, choices=range(10, 100), default=40, metavar="POINTS", help="emotion at the start (default: 40, SAGE; RLVER trains from 30)")
     user.add_argument("--max-turns", type=positive, default=9, metavar="N", help="scored replies at most (default: 9, SAGE; RLVER trains with 8)")

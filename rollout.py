@@ -22,9 +22,9 @@ import re
 import shutil
 import time
 import zlib
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from simulator import PROMPTS, Reaction, Scenario, ScriptedSimulator, SimulatorFailed
+from simulator import PROMPTS, Reaction, Scenario, SimulatorFailed, language_of
 
 logging.disable_progress_bar()          # loading and saving a checkpoint would break into the bar of the run
 THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
@@ -66,7 +66,9 @@ class Dialogue:
     trunk: list = field(default_factory=list)       # token ids
     turns: list = field(default_factory=list)
     end_reason: str | None = None
+    opening_raw: list = field(default_factory=list) # what the simulator wrote for an opening that it invented
     error: str = ""                                 # why the simulator failed
+    error_raw: list = field(default_factory=list)   # what it had written in that turn
 
     @property
     def emotion(self):
@@ -82,9 +84,13 @@ class Dialogue:
         turns = [dict(thought=t.thought, reply=t.reply, format_ok=t.format_ok, finish=t.finish, tokens=len(t.ids), thought_tokens=t.thought_len,
                       change=r.change, emotion=r.emotion, act=r.act, inner=r.inner, raw=r.raw, flags=r.flags, user=r.message)
                  for t in self.turns if (r := t.reaction)]
+        turns += [dict(thought=t.thought, reply=t.reply, format_ok=t.format_ok, finish=t.finish, tokens=len(t.ids), thought_tokens=t.thought_len,
+                       change=None, emotion=None, act=None, inner="", raw=self.error_raw, flags=[], user="")
+                  for t in self.turns if t.reaction is None and self.end_reason == "simulator_failed"]     # said, but never felt
         return dict(scenario=self.scenario.id, event=self.scenario.event, intention=self.scenario.intention,
                     character=self.scenario.character, repetition=self.repetition, seed=self.seed, think=self.think,
                     start_emotion=self.start_emotion, max_turns=self.max_turns, opening=self.opening,
+                    opening_raw=self.opening_raw or (self.error_raw if not self.turns else []),
                     final_emotion=self.emotion, end_reason=self.end_reason,
                     reward=None if self.failed else self.emotion / 100, error=self.error, turns=turns)
 
@@ -436,12 +442,14 @@ def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
     beside the engine and each dialogue goes on as soon as its own user has answered; without, they run inline.
     A user that raises SimulatorFailed ends only its own dialogue, as simulator_failed.
     """
-    users, pending, running, seconds = {}, {}, set(), {"generate": 0.0, "simulate": 0.0}
+    users, pending, calls, running, seconds = {}, {}, SimpleQueue(), set(), {"generate": 0.0, "simulate": 0.0}
     texts = {index: [] for index in range(len(dialogues))}              # visible messages: user, reply, user, ...
 
     def call(index, what, *args):
         if pool:
-            pending[pool.submit(what, *args)] = index
+            future = pool.submit(what, *args)
+            pending[future] = index
+            future.add_done_callback(calls.put)                          # may run at once, on this thread
         else:
             start = time.perf_counter()
             answered(index, lambda: what(*args))
@@ -456,10 +464,10 @@ def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
         try:
             answer = result()
         except SimulatorFailed as error:
-            dialogue.end_reason, dialogue.error = "simulator_failed", str(error)
+            dialogue.end_reason, dialogue.error, dialogue.error_raw = "simulator_failed", str(error), error.raw
         else:
             if isinstance(answer, str):
-                dialogue.opening = answer
+                dialogue.opening, dialogue.opening_raw = answer, getattr(users[index], "opening_raw", [])
                 texts[index].append(answer)
                 dialogue.trunk = chat.first(system, answer)
             else:
@@ -494,8 +502,10 @@ def rollout(engine, chat, dialogues, make_user, system, pool=None, on_end=None):
             call(done.key, users[done.key].hear, reply)
         if pool and pending:
             start = time.perf_counter()
-            ready, _ = wait(pending, timeout=0 if running else None, return_when=FIRST_COMPLETED)
+            ready = [] if running else [calls.get()]                     # sleeps only where the engine has nothing to do
             seconds["simulate"] += time.perf_counter() - start
+            while not calls.empty():
+                ready.append(calls.get())
             for future in ready:
                 answered(pending.pop(future), future.result)
     return seconds
@@ -640,10 +650,11 @@ def make_engine(name, model_path, model, end_ids, max_new_tokens, temperature, *
     return HFEngine(model, end_ids, max_new_tokens, temperature)
 
 
-def play_scenarios(model_path, scenarios, simulator_name, difficulty, think, temperature, max_new_tokens, max_turns,
-                   start_emotion, repetitions, seed, desc, engine="auto"):
+def play_scenarios(model_path, scenarios, make_user, think, temperature, max_new_tokens, max_turns,
+                   start_emotion, repetitions, seed, desc, engine="auto", pool=None, max_failures=1.0):
     """Play every scenario `repetitions` times with one model; seeds depend on (seed, scenario, repetition) alone, so two
-    models meet the same users. Returns [Dialogue]."""
+    models meet the same users. make_user, pool: see simulator.users_of and rollout(). Once more than the share `max_failures`
+    of the dialogues has lost its user, the rest is not played but marked as failed. Returns [Dialogue]."""
     model, tokenizer = load_policy(model_path, weights=not uses_vllm(engine))
     chat = ChatTokens(tokenizer)
     engine = make_engine(engine, model_path, model, chat.end_ids, max_new_tokens, temperature)
@@ -651,8 +662,12 @@ def play_scenarios(model_path, scenarios, simulator_name, difficulty, think, tem
                  for repetition in range(repetitions) for scenario in scenarios]
     with tqdm(total=len(dialogues), desc=desc, unit="dialogue", disable=None) as bar:
         for at in range(0, len(dialogues), 64):
-            rollout(engine, chat, dialogues[at:at + 64], lambda d: ScriptedSimulator(d.scenario, difficulty, start_emotion, max_turns, d.seed),
-                    system_prompt(think), on_end=lambda d: bar.update())
+            if sum(d.end_reason == "simulator_failed" for d in dialogues[:at]) > max_failures * at:
+                for dialogue in dialogues[at:]:
+                    dialogue.end_reason, dialogue.error = "simulator_failed", "not played: too many simulated users had failed"
+                break
+            rollout(engine, chat, dialogues[at:at + 64], lambda d: make_user(d.scenario, start_emotion, max_turns, d.seed),
+                    system_prompt(think, language_of(scenarios[0])), pool, on_end=lambda d: bar.update())
             engine.sync()
     return dialogues
 

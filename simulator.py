@@ -11,14 +11,23 @@ only as a message's close; emotions >= 100 and < 10 end training dialogues too, 
 Run: python simulator.py --scenario divorce/praise         # you are the agent; --list shows the scenarios
 """
 import argparse
+import hashlib
 import json
 import math
+import os
 import random
 import re
+import string
 import sys
+import threading
+import time
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 PROMPTS = Path(__file__).parent / "prompts"
 
@@ -346,7 +355,430 @@ def farewell(text) -> bool:
 
 
 class SimulatorFailed(Exception):
-    """The user could not answer; its dialogue ends as simulator_failed and never becomes a reward."""
+    """The user could not answer; its dialogue ends as simulator_failed and never becomes a reward.
+
+    raw: what the user had written in this turn by then. status: the endpoint's HTTP status, if there was one.
+    """
+
+    def __init__(self, message, raw=(), status=None):
+        super().__init__(message)
+        self.raw, self.status = list(raw), status
+
+
+# ---- the LLM user: prompts ---------------------------------------------------------------------------------------------
+
+@lru_cache
+def prompt(language, name):
+    """A prompt of prompts/LANGUAGE as a template; its places are $persona, $history, ..."""
+    return string.Template((PROMPTS / language / f"{name}.txt").read_text(encoding="utf-8").strip())
+
+
+@lru_cache
+def names(language):
+    """prompts/LANGUAGE/names.json: the two speakers, what a tier means, and (zh) the intentions and characters."""
+    return json.loads((PROMPTS / language / "names.json").read_text(encoding="utf-8"))
+
+
+def language_of(scenario):
+    """zh where the persona is written in Chinese, as in the official files, else en."""
+    return "zh" if re.search("[\u4e00-\u9fff]", scenario.persona) else "en"
+
+
+def quoted(text):
+    """A JSON string on one line. "<", "[" and odd line ends are escaped too, so it holds no control token of a chat
+    template (<|im_end|>, </s>, [INST]), no tag and no line start, whatever the policy wrote."""
+    text = json.dumps(str(text).encode("utf-8", "replace").decode(), ensure_ascii=False)
+    return re.sub("[<\\[\x85\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def schema_of(headings):
+    """What --simulator-format json asks the endpoint to enforce: the same fields in the same order."""
+    fields = {heading: {"type": "string"} for heading in headings}
+    if len(headings) == len(APPRAISAL):
+        fields[headings[-1]] = {"type": "integer", "minimum": -10, "maximum": 10}
+    return {"type": "json_schema", "json_schema": {"name": "notes", "strict": True, "schema": {
+        "type": "object", "properties": fields, "required": list(headings), "additionalProperties": False}}}
+
+
+class LLMSimulator:
+    """The paper's user for one dialogue: an LLM appraises each reply, then answers it. Source: RLVER app. D, SAGE app. E.
+
+    T turns cost 2T calls: +1 where the story has no first message, -1 where the appraisal ends the dialogue (then nothing is
+    left to say, and the last message is empty). A text that cannot be read is asked for again, TRIES in all; after that
+    an appraisal counts as change 0, flag "unparsed", and a message that never comes raises SimulatorFailed.
+    """
+
+    TRIES = 3
+
+    def __init__(self, scenario, client, difficulty="challenging", language=None, start_emotion=40, max_turns=9, seed=0):
+        self.scenario, self.client, self.difficulty, self.max_turns, self.seed = scenario, client, difficulty, max_turns, seed
+        self.language = language or language_of(scenario)
+        self.emotion = self.start_emotion = start_emotion
+        self.messages = []                      # user, agent, user, ...: what was said aloud
+        self.opening_raw = []                   # what the LLM wrote for an invented opening
+
+    def opening(self):
+        message = self.scenario.first_message
+        if not message:                         # dialogues of one story and seed (a GRPO group) share it, and its one call
+            try:
+                message, self.opening_raw = self.client.once((self.scenario.id, self.seed), self._invent)
+            except SimulatorFailed:
+                self.client.count("failures")
+                raise
+        self.messages.append(message)
+        return message
+
+    def hear(self, reply):
+        """Appraise one agent reply (its visible text only), then answer it. Returns a Reaction."""
+        self.messages.append(reply)
+        felt, raw, flags = self._ask(f"appraise.{self.difficulty}", APPRAISAL, parse_appraisal)
+        if felt is None and not any(map(str.strip, raw)):
+            raise self._failed("only empty answers to the appraisal", raw)
+        if felt is None:
+            felt, flags = Appraisal("", "", "", "", 0), [*flags, "unparsed"]
+        if felt.out_of_range:
+            self.client.count("out_of_range")
+            flags.append("out_of_range")
+        emotion, message = move_emotion(self.emotion, felt.change), ""
+        end_reason = end_of(emotion, len(self.messages) // 2, self.max_turns)
+        if not end_reason:
+            message, more, reply_flags = self._ask(f"reply.{self.difficulty}", REPLY, self._read_message, raw, emotion, felt)
+            raw, flags = raw + more, flags + reply_flags
+            if message is None:
+                raise self._failed("no message that could be sent", raw)
+            self.messages.append(message)
+            end_reason = end_of(emotion, len(self.messages) // 2 - 1, self.max_turns, message)
+            if end_reason == "farewell":
+                self.client.count("farewells")
+        self.emotion = emotion
+        return Reaction(felt.change, emotion, message, felt.activity or felt.analysis, end_reason, None, raw, flags)
+
+    def _invent(self):
+        message, raw, _ = self._ask("opening", REPLY, self._read_message)
+        if message is None:
+            raise self._failed("no opening that could be sent", raw)
+        return message, raw
+
+    def _ask(self, call, order, read, earlier=(), emotion=None, felt=None):
+        """-> (what was read or None, raw texts, flags)."""
+        headings = [name.split("|")[-1 if self.language == "zh" else 0] for name in order]
+        raw, flags, attempt = [], [], 0
+        while attempt < self.TRIES:
+            form = self.client.format
+            text = prompt(self.language, call).substitute(self._places(form, attempt, emotion, felt))
+            seed = zlib.crc32(f"{self.seed}/{self.scenario.id}/{len(self.messages)}/{call}/{attempt}".encode()) >> 1
+            try:
+                raw.append(self.client.ask(text, headings, seed, form))
+            except SimulatorFailed as error:
+                if form == "json" and self.client.falls_back(error):
+                    continue                    # the same try in the other form; this happens once
+                raise self._failed(error, [*earlier, *raw], error.status) from None
+            try:
+                return read(raw[-1]), raw, flags
+            except ParseError as error:
+                empty, leak = not raw[-1].strip(), isinstance(error, PrivateLeak) and order is REPLY
+                for name, hit in (("empty", empty), ("parse_retries", not empty), ("leaks_blocked", leak)):
+                    self.client.count(name, int(hit))
+                flags.append("empty" if empty else "leak" if leak else "misread")
+                attempt += 1
+        return None, raw, flags
+
+    def _places(self, form, attempt, emotion, felt):
+        """What a prompt's places hold. What the policy said, and what was thought about it, is quoted as data."""
+        words, scenario = names(self.language), self.scenario
+        emotion = self.emotion if emotion is None else emotion
+        again = attempt and "\n" + prompt(self.language, "form.retry").template or ""
+        return dict(
+            persona=scenario.persona, background=scenario.background, traits=", ".join(scenario.traits),
+            character=words.get("characters", {}).get(scenario.character, scenario.character), intention=self._wish(),
+            history="\n".join(f'{{"{words["friend" if place % 2 else "you"]}": {quoted(said)}}}' for place, said in enumerate(self.messages)),
+            emotion=emotion, tier=tier(emotion), tier_words=words["tiers"].get(tier(emotion), ""),
+            form=prompt(self.language, f"form.{form}").template + again,
+            **({name: quoted(getattr(felt, name)) for name in ("reason", "activity", "analysis")} if felt else {}))
+
+    def _wish(self):
+        return names(self.language).get("intentions", {}).get(self.scenario.intention) or INTENTIONS[self.scenario.intention][0]
+
+    def _read_message(self, raw):
+        """The message, unless it says the hidden wish in the words of a prompt: the policy has to find it."""
+        message = parse_reply(raw)
+        official = self.scenario.background.rsplit("隐藏主题", 1)[1:]        # the official stories end with theirs
+        said = re.sub(r"\W", "", message).lower()
+        if any(secret and secret in said for secret in (re.sub(r"\W", "", wish).lower() for wish in (self._wish(), *official))):
+            raise PrivateLeak("the hidden wish stands in the message")
+        return message
+
+    def _failed(self, why, raw, status=None):
+        self.client.count("failures", int(bool(self.messages)))          # opening() counts its own: a shared one fails often
+        return SimulatorFailed(f"{self.scenario.id}, turn {len(self.messages) // 2}: {why}", raw, status)
+
+
+# ---- the LLM user: one endpoint for all of them -----------------------------------------------------------------------
+
+COUNTERS = ("calls", "retries", "tokens_in", "tokens_out", "parse_retries", "empty", "out_of_range", "leaks_blocked",
+            "farewells", "failures", "cache_hits", "seconds")
+RETRIES = 5                     # of one call, after 429, 5xx, time-outs, broken connections and half-read bodies
+LONGEST_WAIT = 60               # seconds; an endpoint that says "come back later than that" has closed for the day
+
+
+class LLMClient:
+    """Chat completions over the openai package, for the threads of all dialogues; everything that can fail, fails here.
+
+    format: "sections" or "json"; becomes "sections" for good once the endpoint refuses structured output.
+    cache: a JSONL file; each request that stands there (by the hash of all that is sent but the key) is answered from it.
+    """
+
+    def __init__(self, model, url="", format="sections", cache="", concurrency=64, timeout=60.0, max_tokens=2048, prices=(0.0, 0.0)):
+        try:
+            import openai  # here: the scripted user needs no client
+        except ImportError:
+            raise ValueError("--simulator llm needs the openai package: pip install openai") from None
+        self.openai, self.model, self.url, self.format, self.max_tokens, self.prices = openai, model, url, format, max_tokens, prices
+        self.key = (os.environ.get("SIMULATOR_API_KEY") or os.environ.get("OPENAI_API_KEY") or "").strip()
+        # our own retries: the package's know neither a limit of calls in flight nor a quota that is gone
+        self.http = openai.OpenAI(api_key=self.key or "none", base_url=url, timeout=timeout, max_retries=0)
+        self.timeout, self.in_flight, self.lock = timeout, threading.BoundedSemaphore(concurrency), threading.Lock()
+        self.counts, self.shared, self.unsupported = dict.fromkeys(COUNTERS, 0), {}, set()
+        self.sleep, self.random = time.sleep, random.Random()
+        self.pool = ThreadPoolExecutor(256)     # more than calls in flight: one that waits before a retry holds up nobody
+        self.cache, self.cache_file = read_cache(cache) if cache else ({}, None)
+
+    def count(self, name, by=1):
+        with self.lock:
+            self.counts[name] += by
+
+    def take_counts(self):
+        """What happened since the last call of this, for metrics.jsonl and evaluate.py: {"simulator_calls": ..., ...}."""
+        with self.lock:
+            counts, self.counts = self.counts, dict.fromkeys(COUNTERS, 0)
+        counts["seconds"] = round(counts["seconds"], 3)
+        if any(self.prices):
+            counts["cost"] = round((counts["tokens_in"] * self.prices[0] + counts["tokens_out"] * self.prices[1]) / 1e6, 6)
+        return {f"simulator_{name}": value for name, value in counts.items()}
+
+    def once(self, key, make):
+        """make() for the first dialogue that asks; the same result (or failure) for the others, which wait for it."""
+        with self.lock:
+            first, future = key not in self.shared, self.shared.setdefault(key, Future())
+        if first:
+            try:
+                future.set_result(make())
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+    def ask(self, text, headings, seed, form, limit=None, retries=RETRIES):
+        """One answer as text, "" where the endpoint gave none; ends in CUT where it was not finished."""
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": 0, "seed": seed,
+                "max_tokens": limit or self.max_tokens}
+        if form == "json":
+            body["response_format"] = schema_of(headings)
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        entry = self.cache.get(key)
+        if entry is None:
+            try:
+                entry = self._answer(body, retries)
+            except SimulatorFailed as error:
+                if error.status not in (400, 422):
+                    raise
+                entry = {"refused": str(error), "status": error.status}      # an answer too: a replay must take the same way
+            entry = self._record(key, entry)
+        else:
+            self.count("cache_hits")
+        if "refused" in entry:
+            raise SimulatorFailed(entry["refused"], status=entry["status"])
+        return entry["text"]
+
+    def _answer(self, body, retries):
+        answer = self._send(body, retries)
+        choice, usage = message_of(answer), answer.get("usage")
+        content, cut = choice["message"].get("content"), choice.get("finish_reason") == "length"
+        for name, key in (("tokens_in", "prompt_tokens"), ("tokens_out", "completion_tokens")):
+            self.count(name, usage.get(key) or 0 if isinstance(usage, dict) else 0)
+        # null content, or text in a reasoning field alone, is no answer
+        content = content if isinstance(content, str) and content.strip() else ""
+        return {"text": content + CUT if content and cut else content}
+
+    def _record(self, key, entry):
+        """The first answer to a request counts, also where two threads asked at once: else a replay would differ."""
+        with self.lock:
+            if self.cache_file is None:
+                return entry
+            if key not in self.cache:
+                self.cache[key] = entry
+                os.write(self.cache_file, (json.dumps({"request": key, **entry}, ensure_ascii=True) + "\n").encode())
+            return self.cache[key]
+
+    def _send(self, body, retries):
+        """One request and its retries -> the endpoint's answer. SimulatorFailed where it refuses or stays broken."""
+        attempt = 0
+        while True:
+            body, wait, status = self._supported(body), None, None
+            with self.in_flight:
+                began = time.perf_counter()
+                try:
+                    answer = self.http.post("/chat/completions", cast_to=object, body=body)     # object: no pydantic, half the time
+                    if message_of(answer):
+                        self.count("calls")
+                        return answer
+                    why = f"answered with no chat completion ({str(answer)[:80]})"
+                except self.openai.APIStatusError as error:
+                    status, wait = error.status_code, retry_after(error.response.headers)
+                    why = f"answered {status} ({error.message})"
+                    if status in (400, 422) and self._unsupported(why, body):
+                        continue                # at most once for each of three settings
+                    gone = "insufficient_quota" in error.response.text or wait and wait > LONGEST_WAIT
+                    if gone or status < 500 and status not in (408, 409, 425, 429):
+                        raise SimulatorFailed(self._plain(why), status=status) from None
+                except self.openai.APITimeoutError:
+                    why = f"gave no answer within {self.timeout:g} s"
+                except (self.openai.OpenAIError, ValueError) as error:
+                    why = f"cannot be reached, or broke off ({error.__cause__ or error})"
+                finally:
+                    self.count("seconds", time.perf_counter() - began)
+            if attempt == retries:
+                raise SimulatorFailed(self._plain(f"{why}, {attempt + 1} times"), status=status)
+            self.count("retries")
+            # never before the endpoint asks for it, and never all dialogues at the same moment
+            self.sleep(max(wait or 0, 0.5 * 2 ** attempt) * (1 + 0.5 * self.random.random()))
+            attempt += 1
+
+    def _supported(self, body):
+        """Without what this endpoint refuses: newer OpenAI models take no temperature and have another name for max_tokens."""
+        if "max_tokens" in self.unsupported:
+            body = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in body.items()}
+        return {name: value for name, value in body.items() if name not in self.unsupported}
+
+    def _unsupported(self, why, body):
+        """Whether the endpoint refused a setting that can be left out; said once each."""
+        found = [name for name in ("max_tokens", "temperature", "seed") if name in body and f"'{name}'" in why and "support" in why.lower()]
+        with self.lock:
+            for name in set(found) - self.unsupported:
+                self.unsupported.add(name)
+                print(f"warning: the simulator's endpoint refuses {name}; going on without", file=sys.stderr)
+        return bool(found)
+
+    def falls_back(self, error):
+        """Whether `error` says that structured output is refused; then sections are asked for from now on (one warning)."""
+        if error.status not in (400, 422) or unknown_model(error):
+            return False
+        with self.lock:
+            if self.format == "json":
+                self.format = "sections"
+                print(f"warning: no structured output, so --simulator-format sections from now on: {error}", file=sys.stderr)
+        return True
+
+    def _plain(self, why):
+        """One short line without the key, which some endpoints repeat."""
+        why = f"the simulator's endpoint {self.url} {why}".replace(self.key or "\0", "***")
+        return " ".join(why.split())[:400]
+
+    def probe(self):
+        """One call before any model is loaded, so that a wrong setting costs a second. ValueError in one line."""
+        for _ in range(2):
+            form = self.format
+            try:
+                return self.ask("Say yes.", [name.split("|")[0] for name in APPRAISAL], 0, form, limit=16, retries=1)
+            except SimulatorFailed as error:
+                if form == "json" and self.falls_back(error):
+                    continue
+                advice = ("is this --simulator-model one of the endpoint's?" if unknown_model(error) else
+                          "set the key of this endpoint as SIMULATOR_API_KEY or OPENAI_API_KEY" if error.status in (401, 403) else
+                          "no chat completions there; --simulator-url usually ends in /v1" if error.status == 404 else
+                          "is the server of --simulator-url running?" if error.status is None else "see what it says")
+                raise ValueError(f"{error}: {advice}") from None
+
+
+def unknown_model(error):
+    return error.status in (400, 404, 422) and re.search(r"model\b.{0,90}?\bnot[ _](?:exist|found)|model_not_found|(?:unknown|invalid) model",
+                                                         str(error), re.I)
+
+
+def message_of(answer):
+    """The first choice of a chat completion, or None where `answer` is none."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    return choice if isinstance(choice, dict) and isinstance(choice.get("message"), dict) else None
+
+
+def retry_after(headers):
+    """Seconds that a Retry-After header asks for (a number or a date), or None."""
+    text = headers.get("retry-after", "").strip()
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None
+
+
+def read_cache(path):
+    """-> ({request hash: answer}, file descriptor to append to). A last line that a crash left half-written is cut off."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    content, cache = path.read_bytes(), {}
+    whole = content.rfind(b"\n") + 1
+    for number, line in enumerate(content[:whole].splitlines(), 1):
+        try:
+            row = json.loads(line)
+            cache[row["request"]] = row
+            row["text"] if "text" in row else (row["refused"], row["status"])
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{path}:{number}: no line of a simulator cache; name another --simulator-cache") from None
+    if whole < len(content):
+        os.ftruncate(file, whole)
+    return cache, file
+
+
+# ---- the flags that choose a user; train.py, evaluate.py and this file share them -----------------------------------------
+
+def add_simulator_flags(group):
+    """Who plays the user. The API key is never a flag: it is read from SIMULATOR_API_KEY or OPENAI_API_KEY."""
+    def add(flag, default, text, **kw):
+        group.add_argument(flag, default=default, type=type(default), help=f"{text} (default: {'empty' if default == '' else default})", **kw)
+    add("--simulator", "scripted", "scripted: the embedded user; llm: the paper's, a model behind an OpenAI-compatible endpoint",
+        choices=("scripted", "llm"))
+    add("--simulator-model", "", "name of the model that plays the user (paper: DeepSeek-V3)")
+    add("--simulator-url", "", "address of the endpoint, with its /v1; empty = OPENAI_BASE_URL, else OpenAI's")
+    add("--simulator-format", "sections", "sections: free text under headings (paper); json: the endpoint enforces a JSON schema",
+        choices=("sections", "json"))
+    add("--simulator-cache", "", "JSONL file that keeps every answer; what stands in it is never asked (or paid) again")
+    add("--simulator-concurrency", 64, "calls in flight at most, over all dialogues of this process")
+    add("--simulator-timeout", 60.0, "seconds without a sign of life after which a call is tried again")
+    add("--simulator-max-tokens", 2048, "tokens of one answer at most; a longer one is cut and asked for again")
+    add("--simulator-price-in", 0.0, "price of a million tokens sent, for simulator_cost")
+    add("--simulator-price-out", 0.0, "price of a million tokens received, for simulator_cost")
+    add("--max-simulator-failures", 0.25, "share of dialogues that may fail; training saves a checkpoint and stops above it")
+
+
+def users_of(args):
+    """-> (make_user(scenario, start_emotion, max_turns, seed), client): what the flags ask for; client is None for the scripted user.
+
+    Asks the endpoint once. Completes args: the address and the format that are really used. ValueError for what cannot work.
+    """
+    if not 0 <= args.max_simulator_failures <= 1:
+        raise ValueError(f"--max-simulator-failures is a share from 0 to 1, not {args.max_simulator_failures}")
+    if args.simulator == "scripted":
+        return lambda scenario, *rules: ScriptedSimulator(scenario, args.difficulty, *rules), None
+    args.simulator_url = args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+    url = urlsplit(args.simulator_url)
+    if not args.simulator_model:
+        raise ValueError("--simulator llm needs --simulator-model, the name of the model that plays the user")
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError("--simulator-url must be an address like http://localhost:8000/v1")
+    if url.username or url.password or url.query or url.fragment:
+        raise ValueError("--simulator-url must hold no user, password or query: it is written to files; the key belongs in SIMULATOR_API_KEY")
+    for name in ("concurrency", "timeout", "max_tokens"):
+        if not getattr(args, f"simulator_{name}") > 0:
+            raise ValueError(f"--simulator-{name.replace('_', '-')} must be above 0, not {getattr(args, f'simulator_{name}')}")
+    client = LLMClient(args.simulator_model, args.simulator_url, args.simulator_format, args.simulator_cache, args.simulator_concurrency,
+                       args.simulator_timeout, args.simulator_max_tokens, (args.simulator_price_in, args.simulator_price_out))
+    client.probe()
+    args.simulator_format = client.format
+    return lambda scenario, *rules: LLMSimulator(scenario, client, args.difficulty, None, *rules), client
 
 
 # ---- the scripted user ----------------------------------------------------------------------------------------------
@@ -611,11 +1043,9 @@ def play_reference(name, scenario, difficulty="challenging", start_emotion=40, m
 
 # ---- be the agent yourself -----------------------------------------------------------------------------------------------
 
-def chat_in_terminal(scenario, difficulty, seed):
+def chat_in_terminal(user, scenario, title):
     """You write the replies; after each one you see what the user felt, and why."""
-    user = ScriptedSimulator(scenario, difficulty, seed=seed)
-    print(f"{scenario.persona}\n\nYou are this person's friend in a chat (scripted user, {difficulty}; at most {user.max_turns} "
-          "replies, Ctrl-D leaves).")
+    print(f"{scenario.persona}\n\nYou are this person's friend in a chat ({title}; at most {user.max_turns} replies, Ctrl-D leaves).")
     print(f"\nemotion {user.emotion}\nuser  {user.opening()}")
     reaction = None
     while not (reaction and reaction.end_reason):
@@ -632,21 +1062,28 @@ def chat_in_terminal(scenario, difficulty, seed):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Talk with a simulated user yourself, as the agent.")
+    parser.error = lambda message: parser.exit(2, f"simulator.py: error: {message} (--help lists the flags)\n")
     parser.add_argument("--scenario", default="", help="id of the scenario to play (default: a random one)")
     parser.add_argument("--list", action="store_true", help="print the scenario ids and openings, then stop")
     parser.add_argument("--scenarios", default=str(PROMPTS / "en" / "train.jsonl"), help="JSONL file of scenarios (default: prompts/en/train.jsonl)")
     parser.add_argument("--difficulty", choices=("challenging", "vanilla"), default="challenging",
                         help="challenging hides its need in hints, vanilla names it (default: challenging; RLVER 3.4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the user's choices (default: 0)")
+    add_simulator_flags(parser.add_argument_group("the simulated user"))
     args = parser.parse_args(argv)
     scenarios = {scenario.id: scenario for scenario in load_scenarios(args.scenarios)}
     if args.list:
         for name, scenario in scenarios.items():
             print(f"{name:24s} {scenario.first_message}")
-    elif args.scenario and args.scenario not in scenarios:
+        return
+    if args.scenario and args.scenario not in scenarios:
         raise ValueError(f"no scenario {args.scenario!r} in {args.scenarios}; --list shows them")
-    else:
-        chat_in_terminal(scenarios[args.scenario] if args.scenario else random.choice([*scenarios.values()]), args.difficulty, args.seed)
+    scenario = scenarios[args.scenario] if args.scenario else random.choice([*scenarios.values()])
+    make_user, _ = users_of(args)
+    try:
+        chat_in_terminal(make_user(scenario, 40, 9, args.seed), scenario, f"{args.simulator_model or 'scripted'} user, {args.difficulty}")
+    except SimulatorFailed as error:
+        raise ValueError(f"the simulated user failed: {error}") from None
 
 
 if __name__ == "__main__":

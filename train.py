@@ -31,7 +31,7 @@ import grpo
 import ppo
 import sft
 from rollout import ChatTokens, Dialogue, VLLMEngine, load_policy, make_engine, rollout, save_policy, seed_of, show_tokens, system_prompt, uses_vllm
-from simulator import PROMPTS, ScriptedSimulator, load_scenarios
+from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_of, load_scenarios, users_of
 
 # The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
 TINY = dict(steps=36, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
@@ -73,6 +73,7 @@ def parse_args(argv=None):
         choices=("challenging", "vanilla"))
     add(world, "--start-emotion", 30, "points 0-100 at the start of a training dialogue, released code")
     add(world, "--max-turns", 8, "agent replies that are scored, paper B.3")
+    add_simulator_flags(world)
     policy = parser.add_argument_group("policy and sampling")
     add(policy, "--model", "", "Hugging Face folder or name, empty = the embedded policy (sft.py builds it in about two minutes)")
     add(policy, "--engine", "auto", "vllm, or hf (plain transformers); auto = vllm where there is a GPU and vllm is installed",
@@ -98,9 +99,10 @@ def parse_args(argv=None):
     add(learn, "--minibatches", 1, "optimizer steps an epoch, dialogues split evenly")
     add(learn, "--clip-eps", 0.2, "clip of the ratio, PPO Eq. 7, released code")
     add(learn, "--clip-high", 0.0, "how far the ratio may rise, 0 = --clip-eps; DAPO, arXiv 2503.14476")
-    add(learn, "--reward", "final", "final: every turn earns the final emotion, released code; delta: what it changed, credited to it and the turns before "
-        "it (paper 2.1's e_t; PPO then takes --gae dialogue)", choices=("final", "delta"))
-    add(learn, "--loss-norm", "token", "policy loss averaged over agent tokens, released code, or dialogue by dialogue", choices=("token", "dialogue"))
+    add(learn, "--reward", "final", "final: every turn earns the final emotion, released code; delta: what it changed, credited to it and the "
+        "turns before it (paper 2.1's e_t; PPO then takes --gae dialogue)", choices=("final", "delta"))
+    add(learn, "--loss-norm", "token", "policy loss averaged over agent tokens, released code, or dialogue by dialogue",
+        choices=("token", "dialogue"))
     add(learn, "--imitation-coef", 0.0, "weight of the reward-weighted imitation loss -R log pi, paper 2.2 (in no released code)")
     add(learn, "--tis-cap", 2.0, "vllm: largest weight that corrects a token for engine and learner differing, 0 = none; "
         "https://fengyao.notion.site/off-policy-rl")
@@ -108,7 +110,8 @@ def parse_args(argv=None):
     add(learn, "--ent-coef", 0.001, "entropy bonus, released code")
     add(learn, "--kl-coef", 0.0, "KL to the first policy, added to the loss; 0 builds no reference model, as in the paper")
     add(learn, "--format-reward", True, "a malformed turn earns 0, paper 2.3", action=argparse.BooleanOptionalAction)
-    add(learn, "--gradient-checkpointing", False, "compute each layer again in the backward pass: less memory, a third more time", action="store_true")
+    add(learn, "--gradient-checkpointing", False, "compute each layer again in the backward pass: less memory, a third more time",
+        action="store_true")
     add(learn, "--dtype", "auto", "of matrix products; weights and Adam stay in float32; auto = bfloat16 on a GPU, else float32",
         choices=("auto", "float32", "bfloat16"))
     add(learn, "--tokens-per-batch", 16384, "tokens of one micro-batch, padding included; changes memory, not results")
@@ -166,9 +169,11 @@ def main(argv=None):
     args = parse_args(argv)
     scenarios = load_scenarios(args.scenarios)
     held_out = load_scenarios(args.eval_scenarios) if args.eval_scenarios else []
-    for scenario in scenarios + held_out:
+    for scenario in scenarios + held_out if args.simulator == "scripted" else []:
         ScriptedSimulator(scenario)                                # a scenario without a script fails here, not later
     run = run_folder(args)
+    make_user, client = users_of(args)
+    pool = client and client.pool
     rank, world = start_ranks()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -190,7 +195,7 @@ def main(argv=None):
     critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
     ref_policy = load_policy(args.model)[0].eval() if args.kl_coef else None
     sampler = Sampler(scenarios, args.seed)
-    rng, system = random.Random(args.seed), system_prompt(args.think)
+    rng, system = random.Random(args.seed), system_prompt(args.think, language_of(scenarios[0]))
     saved = load_weights(run, policy, critic) if args.resume else None
     for model in filter(None, (policy, critic and critic.model, ref_policy)):
         model.in_bfloat16 = args.dtype == "bfloat16" or args.dtype == "auto" and policy.device.type == "cuda"
@@ -214,10 +219,19 @@ def main(argv=None):
         for step in bar:
             began = time.perf_counter()
             lr = set_learning_rates(optimizers, args, step)
+            before = copy.deepcopy(sampler.state())
             dialogues = sampler.next(args, step)                                                     # 1. who talks today
-            make_user = lambda d: ScriptedSimulator(d.scenario, args.difficulty, d.start_emotion, d.max_turns,
-                                                    seed_of("user", args.seed, step, d.group))
-            seconds = play(engine, chat, dialogues, make_user, system)                               # 2. talk; the user feels
+            user_of = lambda d: make_user(d.scenario, d.start_emotion, d.max_turns, seed_of("user", args.seed, step, d.group))
+            seconds = play(engine, chat, dialogues, user_of, system, pool)                           # 2. talk; the user feels
+            failures = [d.error for d in dialogues if d.end_reason == "simulator_failed"]
+            if len(failures) > args.max_simulator_failures * len(dialogues):
+                sampler.restore(before)                              # so that a resume meets the same people again
+                if step:
+                    save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, optimizers, sampler, rng)
+                rank or write_transcripts(run, step + 1, dialogues)
+                raise ValueError(f"step {step + 1}: {len(failures)} of {len(dialogues)} dialogues lost their simulated user, more than "
+                                 f"--max-simulator-failures {args.max_simulator_failures}: {failures[0]}. All steps before are saved; "
+                                 f"when it is well again: python train.py --resume {run}")
             batch = ppo.make_batch(dialogues, args.format_reward, args.reward)                       # 3. flatten
             if not batch.dialogues:
                 ends = ", ".join(sorted({d.end_reason for d in dialogues}))
@@ -233,11 +247,12 @@ def main(argv=None):
                                      train_policy=args.algo == "grpo" or step >= args.critic_warmup)
             engine.sync(plain_weights(policy) if separate else ())
             seconds["update"] = time.perf_counter() - updated
-            metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version}
+            metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version,
+                       **(over_ranks_summed(client.take_counts()) if client else {})}
             stopping = bool(ppo.over_ranks(torch.tensor([len(caught)]), "max").item())
             saving = stopping or (step + 1) % args.save_every == 0 or step + 1 == args.steps
             if saving and held_out:
-                metrics |= held_out_score(engine, chat, held_out, args, system)
+                metrics |= held_out_score(engine, chat, held_out, args, system, make_user, pool)
                 best = max(best or (-1.0, 0), (metrics["eval_emotion"], step + 1))
             metrics |= {f"seconds_{name}": round(value, 3) for name, value in seconds.items()}
             metrics["seconds"] = round(time.perf_counter() - began, 3)
@@ -294,7 +309,16 @@ def shard(model):
     register_fsdp_forward_method(model, "whole")
 
 
-def play(engine, chat, dialogues, make_user, system):
+def over_ranks_summed(counts):
+    """Counters of all ranks together."""
+    if not dist.is_initialized():
+        return counts
+    every = [None] * ppo.ranks()[1]
+    dist.all_gather_object(every, counts)
+    return {name: sum(own[name] for own in every) for name in counts}
+
+
+def play(engine, chat, dialogues, make_user, system, pool=None):
     """rollout() of this rank's share of the groups; then every rank gets every rank's dialogues, in place and in order."""
     rank, world = ppo.ranks()
     engines, (number, part) = world // engine.tensor_parallel, divmod(rank, engine.tensor_parallel)
@@ -302,7 +326,7 @@ def play(engine, chat, dialogues, make_user, system):
     if part:
         seconds = engine.follow()
     else:
-        seconds = rollout(engine, chat, [dialogues[i] for i in mine], make_user, system)
+        seconds = rollout(engine, chat, [dialogues[i] for i in mine], make_user, system, pool)
         if engine.tensor_parallel > 1:
             engine.dismiss()
     if world > 1:
@@ -313,11 +337,11 @@ def play(engine, chat, dialogues, make_user, system):
     return seconds
 
 
-def held_out_score(engine, chat, scenarios, args, system):
+def held_out_score(engine, chat, scenarios, args, system, make_user, pool):
     """eval_emotion, eval_success, eval_failure over one dialogue per held-out scenario, as SAGE plays them: start 40, 9 replies."""
     dialogues = [Dialogue(s, args.think, seed_of("held out", args.seed, s.id), group=i, start_emotion=40, max_turns=9)
                  for i, s in enumerate(scenarios)]
-    play(engine, chat, dialogues, lambda d: ScriptedSimulator(d.scenario, args.difficulty, d.start_emotion, d.max_turns, d.seed), system)
+    play(engine, chat, dialogues, lambda d: make_user(d.scenario, d.start_emotion, d.max_turns, d.seed), system, pool)
     engine.sync()                                    # keeps nothing of these dialogues, so a resumed run sees what this one sees
     return {f"eval_{name}": value for name, value in outcome(dialogues).items() if name in ("emotion", "success", "failure")}
 
@@ -494,7 +518,11 @@ def log(run, metrics, dialogues):
     metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}     # NaN is no JSON
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
-    write_whole(run / "transcripts" / f"step-{metrics['step']:06d}.jsonl",
+    write_transcripts(run, metrics["step"], dialogues)
+
+
+def write_transcripts(run, step, dialogues):
+    write_whole(run / "transcripts" / f"step-{step:06d}.jsonl",
                 "".join(json.dumps(d.to_dict(), ensure_ascii=False) + "\n" for d in dialogues))
 
 
@@ -580,8 +608,11 @@ def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
 def introduce(args, run, policy, engine, scenarios, world):
     name = "vLLM" if isinstance(engine, VLLMEngine) else "transformers"
     size, trained = (sum(p.numel() for p in policy.parameters() if p.requires_grad or every) / 1e6 for every in (True, False))
+    user = (f"scripted, {args.difficulty}: no LLM, rules only; its scores are not the paper's   change: --simulator --difficulty"
+            if args.simulator == "scripted" else f"{args.simulator_model} at {args.simulator_url}, {args.difficulty}, "
+            f"{args.simulator_format}   change: --simulator-model --simulator-url")
     print(f"policy     {args.model} ({size:.1f}M parameters, {trained:.1f}M trained)   change: --model --lora-rank\n"
-          f"user       scripted, {args.difficulty}: no LLM, rules only; its scores are not the paper's   change: --difficulty\n"
+          f"user       {user}\n"
           f"scenarios  {args.scenarios} ({len(scenarios)})   change: --scenarios\n"
           f"engine     {name} on {policy.device}, {torch.get_num_threads()} threads, {world} process{'es' if world > 1 else ''}   "
           "change: --engine --threads, torchrun --nproc-per-node N train.py ...\n"

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import ppo
 import sft
-from rollout import ChatTokens, Dialogue, HFEngine, Reaction, ScriptedSimulator, Turn, microbatches, rollout, seed_of
-from simulator import Scenario
+from rollout import ChatTokens, Dialogue, HFEngine, Reaction, Turn, microbatches, rollout, seed_of
+from simulator import Scenario, ScriptedSimulator
 
 SCENARIO = Scenario("exam/praise", "exam", "", "", "", (), "praise")
 fixed = hypothesis_settings(derandomize=True, deadline=None, max_examples=40, database=None)      # the same examples in every run

@@ -586,7 +586,8 @@ def test_a_user_that_fails_ends_only_its_own_dialogue_and_earns_no_reward(chat, 
     assert [d.end_reason for d in dialogues] == ["max_turns", "simulator_failed", "simulator_failed", "max_turns"]
     lines = [d.to_dict() for d in dialogues]
     assert [line["reward"] for line in lines] == [0.45, None, None, 0.45]
-    assert [len(line["turns"]) for line in lines] == [3, 1, 0, 3] and lines[1]["final_emotion"] == 35
+    assert [len(line["turns"]) for line in lines] == [3, 2, 0, 3] and lines[1]["final_emotion"] == 35
+    assert lines[1]["turns"][1]["reply"] == "Yes." and lines[1]["turns"][1]["emotion"] is None       # said, but never felt
     assert "the endpoint is gone" in lines[1]["error"] and "opening" in lines[2]["error"] and not lines[0]["error"]
     batch = ppo.make_batch(dialogues)
     assert [d.seed for d in batch.dialogues] == [0, 3] and batch.turn_rewards.tolist() == pytest.approx([0.45] * 6)
@@ -841,7 +842,8 @@ def test_a_policy_that_cannot_be_loaded_or_has_no_chat_template_is_refused_in_on
 def test_playing_scenarios_twice_gives_the_same_dialogues_and_repetitions_differ(tmp_path, model, tokenizer, scenarios):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    played = [[d.to_dict() for d in play_scenarios(tmp_path, scenarios[:2], "scripted", "vanilla", False, 1.0, 8, 2, 40, 2, 0, "test")]
+    vanilla = lambda scenario, *rules: ScriptedSimulator(scenario, "vanilla", *rules)
+    played = [[d.to_dict() for d in play_scenarios(tmp_path, scenarios[:2], vanilla, False, 1.0, 8, 2, 40, 2, 0, "test")]
               for _ in range(2)]
     assert played[0] == played[1]
     assert [(d["scenario"], d["repetition"]) for d in played[0]] == [(s.id, r) for r in (0, 1) for s in scenarios[:2]]
