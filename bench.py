@@ -31,7 +31,7 @@ def main(argv=None):
     command.add_argument("--dialogues", type=int, default=64, help="dialogues at once with the first model (default: 64, the embedded preset)")
     command.add_argument("--max-turns", type=int, default=6, help="replies of a dialogue (default: 6, the embedded preset)")
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens of a reply at most (default: 64, the embedded preset)")
-XX
+    command.add_argument("--user-seconds", type=float, default=1.0, help="seconds of a slow user's answer; a tenth take 5 times that (default: 1.0)")
     command.add_argument("--repeats", type=int, default=3, help="times each is measured; the median counts (default: 3)")
     command.set_defaults(run=bench_rollout)
     command = what.add_parser("simulator", help="the event loop with an LLM user on a slow loopback endpoint")
