@@ -356,6 +356,7 @@ class VLLMEngine:
                 model=str(model_path), dtype="bfloat16" if cuda else "float32", max_model_len=max_context, gpu_memory_utilization=memory,
                 enable_sleep_mode=self.sleeping, enforce_eager=not cuda, enable_prefix_caching=True, disable_log_stats=True, seed=seed,
                 logprobs_mode="processed_logprobs", generation_config="vllm", tensor_parallel_size=tensor_parallel,
+                enable_chunked_prefill=None if cuda else False,          # a CPU's seeded generators cannot take back a draw
                 async_scheduling=False,        # else a batch can still be in flight when the weights change or the engine sleeps
                 distributed_executor_backend="external_launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None))
         except ValueError as error:                                      # pydantic's are many lines long
