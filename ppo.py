@@ -168,11 +168,11 @@ def hidden_states(model, micro):
     return hidden[micro.before]                                   # (B, T, H) -> (n, H): only agent tokens need logits
 
 
-def token_logprobs(model, micro, temperature=1.0, chunk=2048):
+def token_logprobs(model, micro, temperature=1.0, chunk=None):
     """Log-prob and entropy of each agent token under `model` at the sampling temperature: (n,), (n,).
 
-    The head runs on agent tokens only, in chunks that are computed again in the backward pass: memory does not grow with
-    vocabulary x length.
+    The head runs on agent tokens only, in chunks (default: of 2^25 logits, 128 MiB) that are computed again in the backward
+    pass: memory does not grow with vocabulary x length.
     """
     if hasattr(model, "whole"):                    # sharded (train.shard): its weights are whole only inside model.whole()
         return model.whole(_token_logprobs, model, micro, temperature, chunk)
@@ -180,11 +180,12 @@ def token_logprobs(model, micro, temperature=1.0, chunk=2048):
 
 
 def _token_logprobs(model, micro, temperature, chunk):
-    head = model.get_output_embeddings()
+    head, chunk = model.get_output_embeddings(), chunk or max(1, 2 ** 25 // model.config.get_text_config().vocab_size)
 
     def score(hidden, actions):
         logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)        # (chunk, V)
-        return logprobs.gather(1, actions[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+        entropy = -(logprobs.exp() * logprobs.clamp(min=-100)).sum(-1)                  # a logit of -inf adds 0, not 0 x inf = NaN
+        return logprobs.gather(1, actions[:, None])[:, 0], entropy
 
     with compute_dtype(model):
         hidden = hidden_states(model, micro)
@@ -222,23 +223,33 @@ def predict_values(critic, batch, tokens_per_batch):
     return values if branches else batch.per_token(values)
 
 
-def check_packing(model):
-    """Raise ValueError for a model that reads a packed row otherwise than the turns one by one, as one without 4-D masks does."""
+def check_model(model, think):
+    """Raise ValueError for a model that the learner would score otherwise than it speaks: one that does more to its logits than
+    its head does, or (think) reads a packed row otherwise than the turns one by one, as one without 4-D masks does."""
+    name, device, decoder = type(model).__name__, model.device, getattr(model, model.base_model_prefix)
     before, thought, after = [[(7 * i + k) % 50 + 3 for k in range(n)] for i, n in enumerate((6, 5, 4))]
     branches = torch.tensor([[0] * 6 + [1] * 5 + [0] * 4])                    # trunk, one thought, and the trunk goes on
     positions = torch.tensor([[*range(6), *range(6, 11), *range(6, 10)]])
     mask = (torch.ones(15, 15, dtype=torch.bool).tril() & ((branches[:, None] == 0) | (branches[:, None] == branches[:, :, None])))[:, None]
-    decoder, device = getattr(model, model.base_model_prefix), model.device
-    try:
-        with torch.no_grad():
+    close = lambda a, b: torch.allclose(a, b, rtol=0.01, atol=0.01 * b.abs().max().item())
+    with torch.no_grad():
+        flat = torch.tensor([before + after], device=device)
+        alone = decoder(input_ids=flat, use_cache=False)[0]
+        if not close(model.get_output_embeddings()(alone), model(input_ids=flat, use_cache=False).logits):
+            raise ValueError(f"{name} scales or caps its logits after the head, which the learner does not: use another model")
+        if not think:
+            return
+        try:
             packed = decoder(input_ids=torch.tensor([before + thought + after], device=device), position_ids=positions.to(device),
-                             attention_mask=mask.to(device), use_cache=False)[0][0, -4:]
-            alone = decoder(input_ids=torch.tensor([before + after], device=device), use_cache=False)[0][0, -4:]
-            same = torch.allclose(packed, alone, rtol=0.01, atol=0.01 * alone.abs().max().item())
-    except (RuntimeError, TypeError, ValueError):
-        same = False
-    if not same:
-        raise ValueError(f"{type(model).__name__} does not read packed thoughts (no 4-D attention masks): use another model, or --no-think")
+                             attention_mask=mask.to(device), use_cache=False)[0]
+            same = close(packed[0, -4:], alone[0, -4:])
+        except (RuntimeError, TypeError, ValueError):
+            same = False
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) or math.inf              # a 4-D mask replaces it, so packed rows would see further
+    if not same or window < config.max_position_embeddings:
+        raise ValueError(f"{name} does not read packed thoughts ({'sliding window' if same else 'no 4-D attention masks'}): "
+                         "use another model, or --no-think")
 
 
 # ---- the update ---------------------------------------------------------------------------------------------------------

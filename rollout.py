@@ -551,18 +551,29 @@ class MicroBatch:
 
 
 def microbatches(dialogues, starts, tokens_per_batch, branches=True, device="cpu", rank=0, world=1):
-    """Rows of similar length together, at most `tokens_per_batch` tokens (padding included) a micro-batch.
+    """Rows of similar length together, at most `tokens_per_batch` tokens (padding included) a micro-batch, as few and then as
+    equal micro-batches as that allows.
 
     starts[i]: where dialogue i's agent tokens begin in the step's flat order. With branches=False `before` points at each
     turn's header and `index` counts turns: the critic reads the trunk alone. Of `world` ranks each yields its own share;
     all yield equally many, because under FSDP every forward pass is a collective one.
     """
     rows = [row_of(dialogue, branches) for dialogue in dialogues]
-    order, groups = sorted(range(len(rows)), key=lambda i: len(rows[i][0])), [[]]
-    for i in order:
-        if groups[-1] and (len(groups[-1]) + 1) * len(rows[i][0]) > tokens_per_batch:
-            groups.append([])
-        groups[-1].append(i)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+
+    def split(budget):
+        groups = [[]]
+        for i in order:
+            if groups[-1] and (len(groups[-1]) + 1) * len(rows[i][0]) > budget:
+                groups.append([])
+            groups[-1].append(i)
+        return groups
+
+    low, groups = 0, split(tokens_per_batch)
+    while tokens_per_batch - low > 1:                  # the smallest budget that needs no more micro-batches: ranks wait less
+        middle = (low + tokens_per_batch) // 2
+        low, tokens_per_batch = (middle, tokens_per_batch) if len(split(middle)) > len(groups) else (low, middle)
+    groups = split(tokens_per_batch)
     for at in range(0, len(groups), world):
         group = groups[min(at + rank, len(groups) - 1)]
         micro = microbatch([dialogues[j] for j in group], [rows[j] for j in group], [starts[j] for j in group], branches, device)

@@ -182,8 +182,7 @@ def main(argv=None):
     torch.manual_seed(args.seed)
     newest = checkpoints(run)[-1:] if args.resume else []
     policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0])
-    if args.think:
-        ppo.check_packing(policy)
+    ppo.check_model(policy, args.think)
     chat = ChatTokens(tokenizer)
     engine = make_engine(args.engine, newest[0] if newest else args.model, policy if world == 1 else copy.deepcopy(policy), chat.end_ids,
                          args.max_new_tokens, args.temperature, max_context=args.max_context or None, memory=args.engine_memory,
