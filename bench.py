@@ -107,8 +107,8 @@ def scheduler_cost(args, count=1024, turns=8):
         return [1000 * (end - began) / (count * turns) for end, began in zip((time.perf_counter(), time.process_time()), start)]
 
     with ThreadPoolExecutor(64) as pool:
-        runs = {f"{'think' if think else 'plain'}, {'64 threads' if threads else 'inline'}": [play(think, pool if threads else None) for _ in range(args.repeats)]
-                for think in (True, False) for threads in (False, True)}
+        runs = {f"{'think' if think else 'plain'}, {'64 threads' if users else 'inline'}": [play(think, users) for _ in range(args.repeats)]
+                for think in (True, False) for users in (None, pool)}
     return {"dialogues": count, "turns": turns} | {                      # CPU time does not depend on what else the machine does
         f"{clock}_ms_per_turn": {name: round(median([run[i] for run in played]), 4) for name, played in runs.items()}
         for i, clock in enumerate(("wall", "cpu"))}
