@@ -23,8 +23,21 @@ import evaluate
 import simulator
 import train
 from rollout import Dialogue, Finished, rollout
-from simulator import (CUT, INTENTIONS, PROMPTS, RETRIES, LLMClient, LLMSimulator, Scenario, SimulatorFailed, load_scenarios,
-                       parse_reply, quoted, read_cache, schema_of)
+from simulator import (
+    CUT,
+    INTENTIONS,
+    PROMPTS,
+    RETRIES,
+    LLMClient,
+    LLMSimulator,
+    Scenario,
+    SimulatorFailed,
+    load_scenarios,
+    parse_reply,
+    quoted,
+    read_cache,
+    schema_of,
+)
 
 KEY = "sk-very-secret-0123456789"
 EN = Scenario("coat/praise", "coat", "Mara is forty and sews.", "She lost a coat and found it again.", "passive", ("shy", "kind"), "praise",
