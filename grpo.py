@@ -13,10 +13,11 @@ import torch
 from ppo import update_policy
 
 
-def group_advantages(turn_rewards, turns, groups, std=True):
+def group_advantages(turn_rewards, turns, groups, std=True, totals=None):
     """Advantage of each turn: (K,).
 
-    turn_rewards: (K,) in [0, 1]. turns: turns of each dialogue. groups: the group of each dialogue.
+    turn_rewards: (K,) in [0, 1]. turns: turns of each dialogue. groups: the group of each dialogue. totals: (D,) R_i where it
+    is not the mean of the r_k (--reward delta: turn_rewards are then rewards to go).
     std uses n - 1, as the released code does. A dialogue alone in its group has nothing to compare with: advantage 0. So has
     a group of equal rewards. Where malformed turns spread the r_k within dialogues wider than the dialogues differ, that
     spread (root mean square over dialogues) is the scale: a malformed turn is pushed down, never by hundreds.
@@ -27,8 +28,8 @@ def group_advantages(turn_rewards, turns, groups, std=True):
     advantages, equal = [torch.zeros_like(part) for part in parts], 0
     for group in set(groups):
         members = [i for i, g in enumerate(groups) if g == group]
-        own = torch.stack([parts[i].mean() for i in members])                    # (n,) R_i: one reward a dialogue
-        within = torch.stack([parts[i].var(correction=0) for i in members]).mean().sqrt()
+        own = torch.stack([parts[i].mean() if totals is None else totals[i].double() for i in members])      # (n,) R_i
+        within = torch.stack([parts[i].var(correction=0) for i in members]).mean().sqrt() if totals is None else torch.zeros(())
         spread = own.std() if len(members) > 1 else torch.zeros(())
         equal += bool(spread < 1e-6)
         if len(members) < 2 or max(spread, within) < 1e-6:
@@ -42,8 +43,13 @@ def estimate(critic, batch, cfg):
     """Advantages as they enter the policy's loss, (N,); no values, no returns; and metrics."""
     if not batch.dialogues:
         raise ValueError("nothing to learn from: every dialogue of the step failed")
-    groups = [dialogue.group for dialogue in batch.dialogues]
-    advantages, frac_equal = group_advantages(batch.turn_rewards, batch.turns, groups, cfg.std)
+    groups, rewards = [dialogue.group for dialogue in batch.dialogues], batch.turn_rewards
+    totals = None
+    if cfg.reward == "delta":                       # a turn is credited with what follows it; a constant baseline keeps that unbiased
+        per_dialogue = rewards.split(batch.turns)
+        totals = torch.stack([part.sum() for part in per_dialogue])
+        rewards = torch.cat([part.flip(0).cumsum(0).flip(0) for part in per_dialogue])
+    advantages, frac_equal = group_advantages(rewards, batch.turns, groups, cfg.std, totals)
     return batch.per_token(advantages), None, None, {"frac_zero_std_groups": frac_equal, "advantage_std": advantages.std(correction=0).item()}
 
 

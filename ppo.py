@@ -2,6 +2,7 @@
 
 Source: RLVER (arXiv 2507.03112) sec. 2-3, app. B.3; PPO (1707.06347) Eq. 7, 11-12; released code core_algos.py.
     L = -E_t[ min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t) ] - ent_coef H + kl_coef KL(policy || ref)
+        - imitation_coef E_t[ R log pi_t ]
 Differs from the paper or its released code in:
   1) a malformed turn gets reward 0, as paper 2.3 says; the released code has no such check;
   2) losses are normalised by the agent tokens of the whole minibatch, so its split into micro-batches changes nothing;
@@ -54,13 +55,22 @@ def turn_rewards(dialogue, format_reward=True):
     return [0.0 if format_reward and not turn.format_ok else dialogue.emotion / 100 for turn in dialogue.turns]
 
 
-def make_batch(dialogues, format_reward=True):
+def turn_deltas(dialogue, format_reward=True):
+    """r_k of each turn as what it changed: (e_k - e_{k-1}) / 100, the first one from 0, so that they sum to R (paper 2.1's e_t).
+    A malformed turn earns nothing, but it still pays for what it broke."""
+    emotions = [0, *(turn.reaction.emotion for turn in dialogue.turns)]
+    deltas = [(after - before) / 100 for before, after in zip(emotions, emotions[1:])]
+    return [min(0.0, r) if format_reward and not turn.format_ok else r for r, turn in zip(deltas, dialogue.turns)]
+
+
+def make_batch(dialogues, format_reward=True, reward="final"):
     """Flatten played dialogues. Dialogues whose simulator failed hold no reward and are left out."""
+    rewards = turn_deltas if reward == "delta" else turn_rewards
     dialogues = [d for d in dialogues if not d.failed]
     turns = [turn for d in dialogues for turn in d.turns]
     tokens = [sum(len(turn.ids) for turn in d.turns) for d in dialogues]
     return Batch(dialogues, [len(turn.ids) for turn in turns], [len(d.turns) for d in dialogues],
-                 torch.tensor([r for d in dialogues for r in turn_rewards(d, format_reward)]),
+                 torch.tensor([r for d in dialogues for r in rewards(d, format_reward)]),
                  torch.tensor([logprob for turn in turns for logprob in turn.logprobs]),
                  tokens)
 
@@ -96,12 +106,13 @@ def whiten(x):
     return (x - x.mean()) * torch.rsqrt(x.var() + 1e-8) if x.numel() > 1 else x
 
 
-def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
-    """Per-token loss (n,) and whether the clip was active (n,). PPO Eq. 7; clipping acts on each token's own ratio."""
+def policy_loss(logprobs, old_logprobs, advantages, clip_eps, clip_high=0.0):
+    """Per-token loss (n,) and whether the clip was active (n,). PPO Eq. 7; clipping acts on each token's own ratio.
+    clip_high: how far the ratio may rise, when not clip_eps (DAPO, arXiv 2503.14476)."""
     logratio = (logprobs - old_logprobs).clamp(-20, 20)          # exp never overflows; far outside the clip anyway
     ratio = logratio.exp()
     surr_unclipped = ratio * advantages
-    surr_clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
+    surr_clipped = ratio.clamp(1 - clip_eps, 1 + (clip_high or clip_eps)) * advantages
     return -torch.min(surr_unclipped, surr_clipped), surr_clipped < surr_unclipped
 
 
@@ -115,6 +126,11 @@ def value_loss(values, old_values, returns, value_clip):
     """Per-element 0.5 max((V - R)^2, (V_clipped - R)^2), V_clipped within value_clip of the old value (core_algos.py)."""
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+
+
+def kl_k1(logprobs, ref_logprobs):
+    """Unbiased estimate of KL(policy || ref) per token, of either sign; kl_k3's source."""
+    return logprobs - ref_logprobs
 
 
 def kl_k3(logprobs, ref_logprobs):
@@ -132,12 +148,18 @@ def ranks():
 
 def over_ranks(tensor, op="sum"):
     """The tensor's sum (or maximum) over all ranks, in place."""
-    if dist.is_initialized():
+    if ranks()[1] > 1:                             # vLLM opens a group of one for itself
         dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
     return tensor
 
 
 # ---- models over packed rows --------------------------------------------------------------------------------------------
+
+def compute_dtype(model):
+    """Inside it matrix products run in bfloat16 when model.in_bfloat16 is set; weights, gradients and Adam stay in float32, so an
+    update at lr 1e-6 is never lost to rounding."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=getattr(model, "in_bfloat16", False))
+
 
 def hidden_states(model, micro):
     """(n, H): the decoder's output at the positions `micro.before`."""
@@ -164,9 +186,10 @@ def _token_logprobs(model, micro, temperature, chunk):
         logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)        # (chunk, V)
         return logprobs.gather(1, actions[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
-    hidden = hidden_states(model, micro)
-    parts = [checkpoint(score, h, a, use_reentrant=False) if len(hidden) > chunk else score(h, a)
-             for h, a in zip(hidden.split(chunk), micro.actions.split(chunk))]
+    with compute_dtype(model):
+        hidden = hidden_states(model, micro)
+        parts = [checkpoint(score, h, a, use_reentrant=False) if len(hidden) > chunk else score(h, a)
+                 for h, a in zip(hidden.split(chunk), micro.actions.split(chunk))]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
@@ -182,7 +205,9 @@ class Critic(torch.nn.Module):
         torch.nn.init.constant_(self.model.get_output_embeddings().bias, 0.3)
 
     def forward(self, micro):
-        return self.model.get_output_embeddings()(hidden_states(self.model, micro)).sum(-1).float()      # (n, 1) -> (n,)
+        with compute_dtype(self.model):
+            hidden = hidden_states(self.model, micro)
+        return self.model.get_output_embeddings()(hidden.float()).sum(-1)                # (n, 1) -> (n,)
 
 
 def predict_values(critic, batch, tokens_per_batch):
@@ -197,6 +222,25 @@ def predict_values(critic, batch, tokens_per_batch):
     return values if branches else batch.per_token(values)
 
 
+def check_packing(model):
+    """Raise ValueError for a model that reads a packed row otherwise than the turns one by one, as one without 4-D masks does."""
+    before, thought, after = [[(7 * i + k) % 50 + 3 for k in range(n)] for i, n in enumerate((6, 5, 4))]
+    branches = torch.tensor([[0] * 6 + [1] * 5 + [0] * 4])                    # trunk, one thought, and the trunk goes on
+    positions = torch.tensor([[*range(6), *range(6, 11), *range(6, 10)]])
+    mask = (torch.ones(15, 15, dtype=torch.bool).tril() & ((branches[:, None] == 0) | (branches[:, None] == branches[:, :, None])))[:, None]
+    decoder, device = getattr(model, model.base_model_prefix), model.device
+    try:
+        with torch.no_grad():
+            packed = decoder(input_ids=torch.tensor([before + thought + after], device=device), position_ids=positions.to(device),
+                             attention_mask=mask.to(device), use_cache=False)[0][0, -4:]
+            alone = decoder(input_ids=torch.tensor([before + after], device=device), use_cache=False)[0][0, -4:]
+            same = torch.allclose(packed, alone, rtol=0.01, atol=0.01 * alone.abs().max().item())
+    except (RuntimeError, TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(f"{type(model).__name__} does not read packed thoughts (no 4-D attention masks): use another model, or --no-think")
+
+
 # ---- the update ---------------------------------------------------------------------------------------------------------
 
 def estimate(critic, batch, cfg):
@@ -207,10 +251,11 @@ def estimate(critic, batch, cfg):
     rewards = batch.at_last_token(batch.turn_rewards)
     if cfg.gae == "turn":                                          # the paper: each turn is a segment that earns R
         lengths = batch.turn_lengths
-    else:                                                          # one stream: R once, on the dialogue's last token
+    else:
         lengths = batch.tokens
-        last = torch.tensor(lengths).cumsum(0) - 1
-        rewards = torch.zeros_like(rewards).index_copy(0, last, rewards[last])
+        if cfg.reward == "final":                                  # one stream: R once, on the dialogue's last token
+            last = torch.tensor(lengths).cumsum(0) - 1
+            rewards = torch.zeros_like(rewards).index_copy(0, last, rewards[last])
     advantages, returns = compute_gae(rewards, values, lengths, cfg.gamma, cfg.gae_lambda)
     return whiten(advantages), values, returns, {
         "value_mean": values.mean().item(), "advantage_std": advantages.std(correction=0).item(),
@@ -234,10 +279,11 @@ def update_critic(critic, optimizer, batch, old_values, returns, cfg, rng):
         old_values, returns = old_values[first], returns[first]
     total, norms, (rank, world) = torch.zeros(1), [], ranks()
     critic.train()
-    for members, size in minibatches(batch, cfg, rng, by_turn=not branches):
+    for members, size in minibatches(batch, cfg, rng, batch.tokens if branches else batch.turns):
         for micro in microbatches([batch.dialogues[i] for i in members], [starts[i] for i in members], cfg.tokens_per_batch, branches,
                                   device, rank, world):
             loss = value_loss(critic(micro), old_values[micro.index].to(device), returns[micro.index].to(device), cfg.value_clip)
+            name_nan({"value loss": loss}, micro, batch, starts)
             loss = loss.sum() * micro.weight
             (loss * world / size).backward()                       # FSDP averages the ranks' gradients; we want their sum
             total += loss.item()
@@ -246,20 +292,38 @@ def update_critic(critic, optimizer, batch, old_values, returns, cfg, rng):
 
 
 def apply_gradients(model, optimizer, cfg):
-    """Clip, step, forget. Returns the gradient norm. A NaN or inf never reaches the weights: that minibatch is skipped."""
+    """Clip, step, forget. Returns the gradient norm. A NaN or inf never reaches the weights: that minibatch is skipped, and the
+    third in a row raises ValueError (all ranks see one norm, so all agree)."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
     norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
     if math.isfinite(norm):
         optimizer.step()
+        optimizer.skipped = 0
     else:
-        print(f"warning: gradient norm {norm}, minibatch skipped", file=sys.stderr)
+        optimizer.skipped = getattr(optimizer, "skipped", 0) + 1
+        name = next((n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()), "their norm")
+        print(f"warning: gradient norm {norm} (first in {name}), minibatch {optimizer.skipped} in a row skipped", file=sys.stderr)
+        if optimizer.skipped == 3:
+            optimizer.zero_grad()
+            raise ValueError(f"three minibatches in a row gave no finite gradient (first in {name}); no weight was touched by them: "
+                             "lower --lr, then go on from the last checkpoint with --resume")
     optimizer.zero_grad()
     return norm
 
 
-def minibatches(batch, cfg, rng, by_turn=False):
-    """cfg.epochs x cfg.minibatches groups of dialogue indices, each with its number of agent tokens (or turns)."""
-    sizes = batch.turns if by_turn else batch.tokens
+def name_nan(tensors, micro, batch, starts):
+    """Say which tensor first holds a NaN or inf, and in whose dialogue. The gradient norm then stops the minibatch."""
+    for name, tensor in tensors.items():
+        bad = (~tensor.detach().isfinite()).nonzero()
+        if len(bad):
+            at = micro.index[bad[0, 0].item()].item()
+            scenario = batch.dialogues[max(i for i, start in enumerate(starts) if start <= at)].scenario.id
+            print(f"warning: {name} is {tensor[bad[0, 0]].item()} in the dialogue of {scenario}", file=sys.stderr)
+            return
+
+
+def minibatches(batch, cfg, rng, sizes):
+    """cfg.epochs x cfg.minibatches groups of dialogue indices, each with the sum of its dialogues' sizes (tokens, turns, or 1s)."""
     for _ in range(cfg.epochs):
         order = rng.sample(range(len(batch.dialogues)), len(batch.dialogues))
         for part in range(min(cfg.minibatches, len(order))):
@@ -269,26 +333,31 @@ def minibatches(batch, cfg, rng, by_turn=False):
 
 def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=None):
     """The clipped policy update that PPO and GRPO share. advantages: (N,), as they enter the loss."""
-    sums = dict.fromkeys(("pg_loss", "entropy", "approx_kl", "clipfrac", "ref_kl", "tis_capped", "tokens"), 0.0)
+    sums = dict.fromkeys(("pg_loss", "entropy", "approx_kl", "approx_kl_k1", "clipfrac", "ref_kl", "tis_capped", "tokens"), 0.0)
     first = dict.fromkeys(("mismatch", "mismatch_kl", "tokens"), 0.0)                  # before the first step: engine against learner
     largest, norms, (rank, world) = torch.zeros(2), [], ranks()                        # mismatch, ratio
+    each_dialogue = cfg.loss_norm == "dialogue"                                        # all weigh alike, however long
+    share = torch.repeat_interleave(1 / torch.tensor(batch.tokens), torch.tensor(batch.tokens)) if each_dialogue else None
+    rewards = batch.per_token(batch.turn_rewards)
     all_old_logprobs = rescore(policy, batch, cfg) if cfg.tis_cap else batch.old_logprobs
     policy.train()
-    for number, (members, size) in enumerate(minibatches(batch, cfg, rng)):
+    for number, (members, size) in enumerate(minibatches(batch, cfg, rng, [1] * len(batch.dialogues) if each_dialogue else batch.tokens)):
         for micro in microbatches([batch.dialogues[i] for i in members], [batch.starts[i] for i in members], cfg.tokens_per_batch,
                                   device=policy.device, rank=rank, world=world):
             logprobs, entropy = token_logprobs(policy, micro, cfg.temperature)
             engine_logprobs, old_logprobs, adv = (x[micro.index].to(logprobs.device) for x in (batch.old_logprobs, all_old_logprobs, advantages))
-            pg_loss, clipped = policy_loss(logprobs, old_logprobs, adv, cfg.clip_eps)
+            pg_loss, clipped = policy_loss(logprobs, old_logprobs, adv, cfg.clip_eps, cfg.clip_high)
             if cfg.tis_cap:
                 weights = importance_weights(old_logprobs, engine_logprobs, cfg.tis_cap)
                 pg_loss, capped = pg_loss * weights, weights >= cfg.tis_cap
-            loss = pg_loss - cfg.ent_coef * entropy
+            loss = pg_loss - cfg.ent_coef * entropy - cfg.imitation_coef * rewards[micro.index].to(logprobs.device) * logprobs
             if ref_policy is not None:
                 with torch.no_grad():
                     ref_logprobs, _ = token_logprobs(ref_policy, micro, cfg.temperature)
                 # k2 is the estimator whose gradient is that of KL(policy || ref); the unbiased k3 is what we report
                 loss = loss + cfg.kl_coef * 0.5 * (logprobs - ref_logprobs) ** 2
+            name_nan({"logprobs": logprobs, "advantages": adv, "entropy": entropy, "loss": loss}, micro, batch, batch.starts)
+            loss = loss * share[micro.index].to(loss.device) if each_dialogue else loss
             (loss.sum() * micro.weight * world / size).backward()  # FSDP averages the ranks' gradients; we want their sum
             if not micro.weight:
                 continue
@@ -302,6 +371,7 @@ def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=Non
                 sums["pg_loss"] += pg_loss.sum().item()
                 sums["entropy"] += entropy.sum().item()
                 sums["approx_kl"] += kl_k3(old_logprobs, logprobs).sum().item()
+                sums["approx_kl_k1"] += kl_k1(old_logprobs, logprobs).sum().item()
                 sums["clipfrac"] += clipped.sum().item()
                 sums["ref_kl"] += kl_k3(logprobs, ref_logprobs).sum().item() if ref_policy is not None else 0.0
                 sums["tis_capped"] += capped.sum().item() if cfg.tis_cap else 0.0
@@ -309,7 +379,7 @@ def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=Non
                 largest[1] = max(largest[1], (logprobs - old_logprobs).clamp(max=20).exp().max().item())
         if number == 0:
             metrics = means(first)
-            if metrics["mismatch"] > cfg.max_mismatch:
+            if not metrics["mismatch"] <= cfg.max_mismatch:        # NaN is a mismatch too
                 optimizer.zero_grad()
                 raise ValueError(f"engine and learner differ by {metrics['mismatch']:.3g} nats a token (--max-mismatch {cfg.max_mismatch}): "
                                  "the engine does not sample from the weights that are trained; no update was made")

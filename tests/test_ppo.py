@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -32,7 +33,8 @@ def settings(**changed):
     """What update() reads of the flags; plain values in which nothing is scaled or clipped away."""
     return argparse.Namespace(**{**dict(
         tokens_per_batch=4096, gae="turn", gamma=1.0, gae_lambda=1.0, epochs=1, minibatches=1, value_clip=0.5, max_grad_norm=1e9,
-        temperature=1.0, clip_eps=0.2, ent_coef=0.0, kl_coef=0.0, std=True, tis_cap=0.0, max_mismatch=1e9), **changed})
+        temperature=1.0, clip_eps=0.2, ent_coef=0.0, kl_coef=0.0, std=True, tis_cap=0.0, max_mismatch=1e9, clip_high=0.0, reward="final", loss_norm="token",
+        imitation_coef=0.0), **changed})
 
 
 def made(lengths, emotions=None, ok=None, user=3, group=0):
@@ -494,7 +496,7 @@ def test_each_minibatch_is_normalised_by_its_own_agent_tokens(model, chat, scena
     (whole_gradient,), metrics = gradients_of_update(model, batch, ones, settings())
     assert metrics["pg_loss"] == pytest.approx(-1, abs=1e-4)
     parts, _ = gradients_of_update(model, batch, ones, settings(minibatches=2))
-    sizes = [size for _, size in ppo.minibatches(batch, settings(minibatches=2), random.Random(0))]
+    sizes = [size for _, size in ppo.minibatches(batch, settings(minibatches=2), random.Random(0), batch.tokens)]
     together = [sum(n * g for n, g in zip(sizes, gs)) / sum(sizes) for gs in zip(*parts)]
     assert_same_gradients(together, whole_gradient)
 
@@ -504,7 +506,7 @@ def test_minibatches_use_each_dialogue_exactly_once_an_epoch_for_any_numbers_of_
     for dialogues, parts in itertools.product(range(1, 14), range(1, 7)):
         turns = [1 + 5 * i % 9 for i in range(dialogues)]                         # 1 to 9 turns, of 1 to 3 tokens each
         batch = ppo.make_batch([made([i % 3 + 1] * n) for i, n in enumerate(turns)])
-        chosen = list(ppo.minibatches(batch, settings(minibatches=parts, epochs=2), random.Random(parts), by_turn))
+        chosen = list(ppo.minibatches(batch, settings(minibatches=parts, epochs=2), random.Random(parts), batch.turns if by_turn else batch.tokens))
         an_epoch = min(parts, dialogues)
         assert len(chosen) == 2 * an_epoch
         for epoch in (chosen[:an_epoch], chosen[an_epoch:]):
@@ -597,6 +599,203 @@ def test_the_mismatch_is_measured_before_the_first_step_only(model, chat, scenar
     optimizer, cfg = torch.optim.SGD(model.parameters(), lr=0.1), settings(temperature=0.7, minibatches=4)
     metrics = ppo.update_policy(model, optimizer, batch, torch.ones(len(batch.old_logprobs)), cfg, random.Random(0))
     assert metrics["mismatch_max"] < 1e-4 and metrics["ratio_max"] > 1.01
+
+
+@pytest.mark.parametrize("lag, weight", [(math.log(1.5), 1.5), (math.log(3.0), 2.0), (-math.log(4.0), 0.25)])
+def test_an_engine_that_lags_behind_is_corrected_by_a_weight_up_to_the_cap(model, chat, scenarios, lag, weight):
+    batch = ppo.make_batch(play(model, chat, scenarios, True))
+    advantages, cfg = torch.linspace(-1, 1, len(batch.old_logprobs)), settings(temperature=0.7, tis_cap=2.0)
+    (plain,), metrics = gradients_of_update(model, batch, advantages, cfg)
+    assert metrics["tis_capped"] == 0
+    batch.old_logprobs -= lag                                      # the engine found every token less likely than the learner does
+    (corrected,), metrics = gradients_of_update(model, batch, advantages, cfg)
+    for one, other in zip(plain, corrected):
+        torch.testing.assert_close(other, weight * one, rtol=1e-3, atol=1e-6)
+    assert metrics["mismatch"] == pytest.approx(abs(lag), rel=1e-3) and metrics["tis_capped"] == (weight == 2.0)
+    assert metrics["mismatch_kl"] == pytest.approx(math.exp(lag) - lag - 1, rel=1e-3)          # k3 of a constant gap, by hand
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4) and metrics["clipfrac"] == 0     # the ratio is the learner's own
+
+
+@pytest.mark.parametrize("wrong", [0.2, math.nan])
+@pytest.mark.parametrize("tis_cap", [0.0, 2.0])
+def test_an_engine_with_other_weights_stops_the_run_before_the_update(model, chat, scenarios, wrong, tis_cap):
+    batch, before = ppo.make_batch(play(model, chat, scenarios, False)), weights(model)
+    optimizer, cfg = torch.optim.SGD(model.parameters(), lr=0.1), settings(temperature=0.7, max_mismatch=0.1, tis_cap=tis_cap, minibatches=2)
+    update = lambda: ppo.update_policy(model, optimizer, batch, torch.ones(len(batch.old_logprobs)), cfg, random.Random(0))
+    batch.old_logprobs += wrong
+    with pytest.raises(ValueError, match="--max-mismatch 0.1") as error:
+        update()
+    assert "\n" not in str(error.value) and weights(model).equal(before)
+    batch.old_logprobs = ppo.make_batch(batch.dialogues).old_logprobs
+    update()
+    assert not weights(model).equal(before)
+
+
+# ---- options of the loss, worked by hand or by a loop -------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ratio, advantage, high, loss", [(1.5, 1.0, 0.0, -1.2), (1.5, 1.0, 0.28, -1.28), (1.25, 1.0, 0.28, -1.25),
+                                                          (0.5, -1.0, 0.28, 0.8), (1.5, -1.0, 0.28, 1.5)])
+def test_clip_high_bounds_only_how_far_a_ratio_may_rise(ratio, advantage, high, loss):
+    got, _ = ppo.policy_loss(torch.tensor([ratio]).log(), torch.zeros(1), torch.tensor([advantage]), 0.2, high)
+    assert got.item() == pytest.approx(loss, abs=1e-6)
+
+
+def test_k1_is_signed_and_averages_to_the_same_kl_as_k3():
+    torch.manual_seed(0)
+    policy, reference = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    exact = sum(p * math.log(p / q) for p, q in zip(policy.tolist(), reference.tolist()))
+    drawn = torch.multinomial(policy, 200_000, replacement=True)
+    k1, k3 = (kl(policy.log()[drawn], reference.log()[drawn]) for kl in (ppo.kl_k1, ppo.kl_k3))
+    assert k1.mean().item() == pytest.approx(exact, abs=0.01) and k3.mean().item() == pytest.approx(exact, abs=0.01)
+    assert k1.min() < 0 <= k3.min() and k3.var() < k1.var()
+
+
+@pytest.mark.parametrize("gap, cap, weight", [(0.0, 2.0, 1.0), (0.012, 2.0, math.exp(0.012)), (-1.0, 2.0, math.exp(-1)), (5.0, 2.0, 2.0), (200.0, 2.0, 2.0),
+                                              (-200.0, 2.0, math.exp(-20))])
+def test_the_weight_of_a_token_is_its_own_truncated_ratio(gap, cap, weight):
+    got = ppo.importance_weights(torch.full((400,), gap - 3), torch.full((400,), -3.0), cap)
+    assert got.tolist() == pytest.approx([weight] * 400, rel=1e-4)           # 400 tokens do not multiply up
+
+
+def test_with_an_engine_that_differs_the_loss_is_weighted_and_the_ratio_starts_at_1(model, chat, scenarios):
+    dialogues = ragged(chat, scenarios, True)
+    batch = ppo.make_batch(dialogues)
+    ours = alone(model, dialogues)[0].detach()
+    torch.manual_seed(0)
+    batch.old_logprobs = ours + 0.5 * torch.randn(len(ours))                 # the engine's view of the same tokens
+    advantages = torch.randn(len(ours))
+    _, metrics = gradients_of_update(model, batch, advantages, settings(tis_cap=1.3))
+    weights = [min(1.3, math.exp(a - b)) for a, b in zip(ours.tolist(), batch.old_logprobs.tolist())]
+    assert metrics["pg_loss"] == pytest.approx(-sum(w * a for w, a in zip(weights, advantages.tolist())) / len(weights), rel=1e-3)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4) and metrics["clipfrac"] == 0
+    assert metrics["tis_capped"] == pytest.approx(sum(w == 1.3 for w in weights) / len(weights))
+    gaps = [abs(a - b) for a, b in zip(ours.tolist(), batch.old_logprobs.tolist())]
+    assert metrics["mismatch"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4) and metrics["mismatch_max"] == pytest.approx(max(gaps), rel=1e-4)
+
+
+def test_loss_norm_dialogue_weighs_every_dialogue_alike_however_long(model, chat, scenarios):
+    dialogues = ragged(chat, scenarios, True)
+    batch, (logprobs, _) = ppo.make_batch(dialogues), alone(model, dialogues)
+    batch.old_logprobs = logprobs.detach()
+    torch.manual_seed(0)
+    advantages = torch.randn(len(logprobs))
+    terms = (-(logprobs - logprobs.detach()).exp() * advantages).split(batch.tokens)
+    expected = torch.autograd.grad(sum(part.mean() for part in terms) / len(terms), list(model.parameters()))
+    for budget in (1, 10**6):
+        (got,), _ = gradients_of_update(model, batch, advantages, settings(loss_norm="dialogue", tokens_per_batch=budget))
+        assert_same_gradients(got, expected)
+
+
+def test_the_imitation_loss_is_minus_the_reward_times_the_log_prob(model, chat, scenarios):
+    dialogues = ragged(chat, scenarios, True)
+    batch, (logprobs, _) = ppo.make_batch(dialogues), alone(model, dialogues)
+    batch.old_logprobs = logprobs.detach()
+    rewards = torch.tensor([r for d in dialogues for turn, r in zip(d.turns, ppo.turn_rewards(d)) for _ in turn.ids])
+    expected = torch.autograd.grad(-0.3 * (rewards * logprobs).mean(), list(model.parameters()))
+    (got,), _ = gradients_of_update(model, batch, torch.zeros(len(logprobs)), settings(imitation_coef=0.3))
+    assert_same_gradients(got, expected)
+
+
+# ---- reward delta: what each turn changed --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("emotions", [[45], [35, 45, 55], [50, 40, 30, 20, 5], [100]])
+def test_deltas_telescope_to_the_final_reward(emotions):
+    dialogue = made([2] * len(emotions), emotions)
+    assert sum(ppo.turn_deltas(dialogue)) == pytest.approx(emotions[-1] / 100) and ppo.turn_deltas(dialogue)[0] == emotions[0] / 100
+    assert ppo.turn_deltas(dialogue)[1:] == pytest.approx([(b - a) / 100 for a, b in zip(emotions, emotions[1:])])
+
+
+def test_a_malformed_turn_gains_nothing_by_a_delta_and_still_pays():
+    dialogue = made([2, 2, 2], [50, 60, 45], ok=[False, False, False])
+    assert ppo.turn_deltas(dialogue) == pytest.approx([0, 0, -0.15])
+    assert ppo.turn_deltas(dialogue, format_reward=False) == pytest.approx([0.5, 0.1, -0.15])
+
+
+def test_middle_emotions_matter_for_delta_and_only_for_delta():
+    def advantages(emotions, reward):
+        batch = ppo.make_batch([made([2, 1, 2], emotions)], reward=reward)
+        critic = type("critic", (), {"values": "token"})
+        cfg = settings(gae="dialogue", reward=reward)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ppo, "predict_values", lambda *args: torch.zeros(5))
+            patch.setattr(ppo, "whiten", lambda x: x)
+            return ppo.estimate(critic, batch, cfg)[0].tolist()
+    for middle in (20, 60):
+        assert advantages([50, middle, 70], "final") == pytest.approx([0.7] * 5)
+    assert advantages([50, 60, 70], "delta") == pytest.approx([0.7, 0.7, 0.2, 0.1, 0.1])        # what follows each token
+    assert advantages([50, 20, 70], "delta") == pytest.approx([0.7, 0.7, 0.2, 0.5, 0.5])
+
+
+# ---- numbers that must not pass, models that cannot ------------------------------------------------------------------------------
+
+def test_a_nan_is_named_with_its_tensor_and_dialogue_and_the_third_in_a_row_stops(model, chat, scenarios, capsys):
+    dialogues = ragged(chat, scenarios, True)
+    batch = ppo.make_batch(dialogues)
+    advantages = torch.ones(len(batch.old_logprobs))
+    advantages[batch.starts[1] + 2] = math.nan
+    optimizer, before = torch.optim.AdamW(model.parameters(), lr=1.0), [p.clone() for p in model.parameters()]
+    step = lambda adv: ppo.update_policy(model, optimizer, batch, adv, settings(), random.Random(0))
+    for _ in range(2):
+        step(advantages)
+        assert f"advantages is nan in the dialogue of {dialogues[1].scenario.id}" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="three minibatches in a row") as error:
+        step(advantages)
+    assert "\n" not in str(error.value) and all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    optimizer.skipped = 2
+    step(torch.ones_like(advantages))                                        # one good minibatch, and the count starts anew
+    assert optimizer.skipped == 0
+
+
+def test_bfloat16_compute_never_loses_an_update_at_a_tiny_learning_rate(model, chat, scenarios):
+    dialogues = ragged(chat, scenarios, True)
+    batch = ppo.make_batch(dialogues)
+    exact, before = alone(model, dialogues)[0].detach(), [p.clone() for p in model.parameters()]
+    model.in_bfloat16 = True
+    micro = next(iter(ppo.microbatches(batch.dialogues, batch.starts, 10**6)))
+    with torch.no_grad():
+        rough = torch.zeros_like(exact)
+        rough[micro.index] = ppo.token_logprobs(model, micro)[0]
+    assert 1e-5 < (rough - exact).abs().max() < 0.2 and rough.dtype == torch.float32        # it does compute in bfloat16
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    for _ in range(20):
+        ppo.update_policy(model, optimizer, batch, torch.ones(len(exact)), settings(), random.Random(0))
+    for old, new in zip(before, model.parameters()):
+        moved = (new - old).abs()[new != old]
+        assert new.dtype == torch.float32 and moved.numel() and moved.median().item() == pytest.approx(2e-5, rel=0.5)
+
+
+def test_gradient_checkpointing_changes_memory_and_not_gradients(model, chat, scenarios):
+    dialogues = ragged(chat, scenarios, True)
+    batch = ppo.make_batch(dialogues)
+    batch.old_logprobs = alone(model, dialogues)[0].detach()
+    ones = torch.ones(len(batch.old_logprobs))
+    (plain,), _ = gradients_of_update(model, batch, ones, settings())
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    (checkpointed,), _ = gradients_of_update(model, batch, ones, settings())
+    assert_same_gradients(checkpointed, plain)
+
+
+@pytest.mark.parametrize("name, more, fits", [
+    ("Llama", {}, True), ("Qwen2", {}, True), ("Qwen3", dict(head_dim=8), True), ("Mistral", dict(sliding_window=None), True), ("GPTNeoX", {}, True),
+    ("Olmo2", {}, True), ("Gemma2", dict(head_dim=8, sliding_window=4), False), ("Mistral", dict(sliding_window=4), False), ("Bloom", {}, False),
+    ("Mamba", {}, False)])
+def test_a_model_packs_like_flat_turns_or_is_refused_in_one_line(name, more, fits, chat, scenarios):
+    size = dict(vocab_size=len(chat.tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                max_position_embeddings=2048, bos_token_id=1, eos_token_id=1, pad_token_id=0)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**size | more)).eval()
+    if not fits:
+        with pytest.raises(ValueError, match="--no-think") as error:
+            ppo.check_packing(model)
+        assert "\n" not in str(error.value)
+        return
+    ppo.check_packing(model)
+    dialogues = ragged(chat, scenarios, True)
+    batch, packed = ppo.make_batch(dialogues), torch.zeros(sum(len(t.ids) for d in dialogues for t in d.turns))
+    with torch.no_grad():
+        for micro in ppo.microbatches(batch.dialogues, batch.starts, 2000):
+            packed[micro.index] = ppo.token_logprobs(model, micro)[0]
+    torch.testing.assert_close(packed, alone(model, dialogues)[0].detach(), rtol=1e-4, atol=1e-4)
 
 
 # ---- the critic ----------------------------------------------------------------------------------------------------------

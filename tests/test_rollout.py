@@ -3,9 +3,12 @@
 The fakes below are the whole interface: an engine has max_new_tokens, max_context, submit() and step(); a user has opening() and
 hear(). Golden values are written out by hand or computed another way (a full render, a full forward, transformers.generate).
 """
+import importlib.util
 import itertools
+import sys
 import threading
 import time
+import types
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +25,9 @@ from rollout import (
     Finished,
     HFEngine,
     Turn,
+    VLLMEngine,
     load_policy,
+    make_engine,
     microbatches,
     play_scenarios,
     rollout,
@@ -854,3 +859,139 @@ def test_show_tokens_prints_every_token_of_the_row_with_its_role(chat, capsys, t
     action = row_of(dialogue)[3]
     assert len(lines) == 1 + len(action) + 2
     assert [int(" yes " in line) for line in lines[1:-2]] == action and [int(" agent " in line) for line in lines[1:-2]] == action
+
+
+# ---- vLLM, faked: what is asked of it and in which order; tests/test_vllm.py asks the real one ---------------------------
+
+class FakeLLM:
+    """Replies [7, 9], 9 the end token. At each place vLLM reports the likeliest id, 4, too: sometimes before the sampled one."""
+
+    def __init__(self, args):
+        self.args, self.asked, self.running, self.happened, self.resets = args, {}, [], [], True
+        self.model_config = types.SimpleNamespace(max_model_len=args.max_model_len or 100)
+
+    def add_request(self, name, prompt, how):
+        self.asked[name] = prompt["prompt_token_ids"], how
+        self.running.append(name)
+        self.happened.append("add")
+
+    def step(self):
+        self.happened.append("step")
+        name = self.running.pop(0)                                   # one finishes a step, the others are reported unfinished
+        entry = lambda logprob: types.SimpleNamespace(logprob=logprob)
+        out = types.SimpleNamespace(token_ids=[7, 9], finish_reason="stop",
+                                    logprobs=[{4: entry(-0.1), 7: entry(-2.5)}, {9: entry(-0.5), 4: entry(-1.0)}])
+        return [types.SimpleNamespace(request_id=name, finished=True, outputs=[out]),
+                *(types.SimpleNamespace(request_id=other, finished=False, outputs=[]) for other in self.running)]
+
+    def collective_rpc(self, what, kwargs):
+        self.happened += [what, *(name for name, _ in kwargs["weights_iterator"])]
+
+    def apply_model(self, function):
+        self.happened.append("pack")
+
+    def reset_prefix_cache(self):
+        self.happened.append("reset")
+        return self.resets
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    vllm = types.ModuleType("vllm", "a fake")
+    vllm.__spec__ = importlib.util.spec_from_loader("vllm", None)
+    vllm.EngineArgs = vllm.SamplingParams = lambda **named: types.SimpleNamespace(**named)
+    vllm.LLMEngine = types.SimpleNamespace(from_engine_args=FakeLLM)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.setenv(name, "0")                                # so that what the engine sets is undone
+    return vllm
+
+
+def test_the_log_prob_is_that_of_the_sampled_id_not_of_the_first_or_likeliest(fake_vllm):
+    engine = VLLMEngine("a model", [9], 5, temperature=0.6)
+    engine.submit("sam", [1, 2, 3], seed=11)
+    engine.submit("kim", [1, 2], seed=12)
+    assert engine.step() == [Finished("sam", [7, 9], [-2.5, -0.5], "stop")]      # at once: kim is still being written
+    assert engine.step() == [Finished("kim", [7, 9], [-2.5, -0.5], "stop")]
+    happened = len(engine.engine.happened)
+    assert engine.step() == [] and len(engine.engine.happened) == happened       # nothing to do costs nothing
+
+
+def test_sampling_is_explicit_whatever_the_models_generation_config_says(fake_vllm):
+    engine = VLLMEngine("a model", [9], 5, temperature=0.6)
+    engine.submit(0, [1, 2, 3], seed=11)
+    engine.step()
+    (prompt, how), = engine.engine.asked.values()
+    assert prompt == [1, 2, 3] and vars(how) == dict(
+        temperature=0.6, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, seed=11,
+        max_tokens=5, stop_token_ids=[9], logprobs=0, detokenize=False)
+    assert engine.engine.args.generation_config == "vllm" and engine.engine.args.logprobs_mode == "processed_logprobs"
+    assert engine.engine.args.enable_prefix_caching and not engine.engine.args.async_scheduling
+
+
+def test_a_sync_streams_the_weights_then_forgets_the_prefix_cache_then_generates(fake_vllm):
+    engine, streamed = VLLMEngine("a model", [9], 5), []
+    llm = engine.engine
+
+    def weights():
+        for name in ("first", "second"):
+            streamed.append((name, list(llm.happened)))
+            yield name, torch.zeros(1)
+    engine.sync(weights())
+    engine.submit(0, [1], seed=0)
+    engine.step()
+    assert [what for what in llm.happened if what != "pack"] == ["reload_weights", "first", "second", "reset", "add", "step"]
+    assert [name for name, _ in streamed] == ["first", "second"] and engine.weight_version == 1
+    engine.sync()                                                    # no weights: only what was kept is forgotten
+    assert llm.happened[-1] == "reset" and llm.happened.count("reload_weights") == 1 and engine.weight_version == 2
+
+
+def test_a_prefix_cache_that_vllm_keeps_is_an_error_and_no_new_version(fake_vllm):
+    engine = VLLMEngine("a model", [9], 5)
+    engine.engine.resets = False                                     # what vLLM answers while a request still holds blocks
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        engine.sync([("weight", torch.zeros(1))])
+    assert engine.weight_version == 0
+
+
+def test_vllms_long_complaints_become_one_line(fake_vllm):
+    def complain(args):
+        raise ValueError("1 validation error for ModelConfig\n  Value error, too long\n    see https://errors.pydantic.dev")
+    fake_vllm.LLMEngine.from_engine_args = complain
+    with pytest.raises(ValueError, match="a model: 1 validation error") as error:
+        VLLMEngine("a model", [9], 5)
+    assert "\n" not in str(error.value)
+
+
+def test_without_vllm_everything_imports_and_asking_for_it_is_one_line_before_a_model_is_loaded(monkeypatch, model):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    import evaluate
+    import train
+    never = lambda *args, **kwargs: pytest.fail("a model was loaded")
+    monkeypatch.setattr("rollout.AutoModelForCausalLM.from_pretrained", never)
+    monkeypatch.setattr("rollout.AutoTokenizer.from_pretrained", never)
+    assert isinstance(make_engine("auto", "", model, [1], 4, 1.0), HFEngine)
+    for ask in (lambda: train.main(["--engine", "vllm"]), lambda: make_engine("vllm", "", model, [1], 4, 1.0), lambda: VLLMEngine("", [1], 4)):
+        with pytest.raises(ValueError, match="pip install vllm") as error:
+            ask()
+        assert "\n" not in str(error.value)
+    assert evaluate.main(["--model", "nowhere", "--engine", "vllm", "--limit", "1"]) == 2
+
+
+@pytest.mark.parametrize("flags, ranks", [(["--engine", "hf", "--tensor-parallel", "2"], 2), (["--engine", "vllm", "--tensor-parallel", "2"], 3),
+                                          (["--engine", "vllm", "--tensor-parallel", "2"], 1), (["--tensor-parallel", "0"], 1)])
+def test_a_tensor_parallel_engine_that_cannot_be_is_refused(fake_vllm, monkeypatch, flags, ranks):
+    import train
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(ValueError, match="--tensor-parallel") as error:
+        train.parse_args(flags)
+    assert "\n" not in str(error.value)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert train.parse_args(["--engine", "vllm", "--tensor-parallel", "2"]).tensor_parallel == 2
+
+
+def test_top_p_is_no_flag_so_a_policy_is_never_trained_on_tokens_it_was_not_asked_for(capsys):
+    import train
+    with pytest.raises(SystemExit) as stop:
+        train.parse_args(["--top-p", "0.9"])
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
