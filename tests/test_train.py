@@ -452,6 +452,21 @@ def test_a_full_disk_is_one_line_and_the_last_whole_checkpoint_goes_on(here, pol
     assert len(metrics(Path("runs/full"))) == 2 and len(metrics(whole)) == 2
 
 
+def test_three_updates_without_a_number_stop_the_run_in_one_line_and_its_checkpoints_stay_good(here, policy, monkeypatch, capsys):
+    whiten, steps = ppo.whiten, []
+    monkeypatch.setattr(ppo, "whiten", lambda x: steps.append(x) or whiten(x) * (math.nan if len(steps) > 2 else 1))
+    with pytest.raises(ValueError, match="three minibatches in a row.*--resume") as error:      # two of step 3, the first of step 4
+        run(policy, "broken", steps=6)
+    assert "\n" not in str(error.value) and "warning: advantages is nan in the dialogue of " in capsys.readouterr().err
+    folder = Path("runs/broken")
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
+    assert equal(weights(folder, 3), weights(folder, 2))                     # the skipped minibatches moved nothing
+    assert all(w.isfinite().all() for w in weights(folder, 3).values()) and len(metrics(folder)) == 3
+    monkeypatch.setattr(ppo, "whiten", whiten)
+    train.main(["--resume", str(folder)])
+    assert len(metrics(folder)) == 6 and not equal(weights(folder, 6), weights(folder, 3))
+
+
 def test_a_tracker_that_is_not_installed_is_refused_and_one_that_is_gets_every_number(here, policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
