@@ -320,6 +320,17 @@ def test_four_steps_equal_two_and_two_after_a_resume(here, policy, monkeypatch, 
         assert {name: (one.get(name), other.get(name)) for name in one.keys() | other.keys() if one.get(name) != other.get(name)} == {}
 
 
+def test_saving_changes_nothing_not_even_while_only_the_critic_learns(here, policy, monkeypatch):
+    how = ("--critic-warmup", "2", "--think", "--no-format-reward", "--lr", "0.01")
+    often, once = run(policy, "often", *how, "--save-every", "1", steps=4), run(policy, "once", *how, "--save-every", "9", steps=4)
+    assert metrics(often) == metrics(once) and equal(weights(often, 4), weights(once, 4))
+    run(policy, "halves", *how, steps=1)                                     # stopped within the warm-up
+    train.main(["--resume", "runs/halves", "--steps", "4", "--override", "steps"])
+    for row in (rows := metrics(Path("runs/halves"))):
+        row["lr"] = metrics(once)[rows.index(row)]["lr"]                     # its schedule knew of one step only
+    assert [row["explained_var"] for row in rows] == [row["explained_var"] for row in metrics(once)]
+
+
 def test_a_save_that_breaks_leaves_no_checkpoint_behind_and_the_run_goes_on_from_the_last_whole_one(here, policy, monkeypatch):
     whole = run(policy, "whole", steps=3)
     save, calls = torch.save, []
