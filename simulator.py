@@ -9,6 +9,7 @@ Two users share these rules:
 Differs from the released code: one emotion, never a stale copy; exactly `max_turns` scored replies; a farewell counts
 only as a message's close; emotions >= 100 and < 10 end training dialogues too, as they end the published evaluation.
 Run: python simulator.py --scenario divorce/praise         # you are the agent; --list shows the scenarios
+     python simulator.py --scenario divorce/praise --simulator llm --simulator-model M --simulator-url http://localhost:8000/v1
 """
 import argparse
 import hashlib
@@ -690,8 +691,9 @@ class LLMClient:
 
 
 def unknown_model(error):
-    return error.status in (400, 404, 422) and re.search(r"model\b.{0,90}?\bnot[ _](?:exist|found)|model_not_found|(?:unknown|invalid) model",
-                                                         str(error), re.I)
+    """Whether a refusal is about the model's name; every endpoint says it in words of its own."""
+    return error.status in (400, 404, 422) and re.search(
+        r"model\b.{0,90}?\bnot[ _](?:exist|found)|model_not_found|(?:unknown|invalid) model", str(error), re.I)
 
 
 def message_of(answer):

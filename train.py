@@ -533,7 +533,9 @@ def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, op
     weights = {name: weight.cpu() for name, weight in plain_weights(policy) if lead}
     adapter = {name: whole.cpu() for name, whole in get_model_state_dict(policy, options=full).items() if ".lora_" in name} if args.lora_rank else {}
     models = {"policy": policy, "critic": critic}
-    tensors = {f"optimizer_{name}": get_optimizer_state_dict(models[name], optimizer, options=full) for name, optimizer in optimizers.items()}
+    # an optimizer that has not stepped yet (--critic-warmup) holds nothing; asking for its state would make it step
+    tensors = {f"optimizer_{name}": get_optimizer_state_dict(models[name], optimizer, options=full) if optimizer.state else None
+               for name, optimizer in optimizers.items()}
     tensors |= {"critic": get_model_state_dict(critic, options=full) if critic is not None else None, "torch_rng": torch.get_rng_state()}
     if not lead:
         return
@@ -593,8 +595,9 @@ def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
     (score, step) so far, and the engine's weight version."""
     state = json.loads((checkpoints(run)[-1] / "trainer" / "state.json").read_text())
     for name, optimizer in optimizers.items():
-        set_optimizer_state_dict({"policy": policy, "critic": critic}[name], optimizer, tensors[f"optimizer_{name}"],
-                                 options=StateDictOptions(full_state_dict=True))
+        if tensors[f"optimizer_{name}"]:
+            set_optimizer_state_dict({"policy": policy, "critic": critic}[name], optimizer, tensors[f"optimizer_{name}"],
+                                     options=StateDictOptions(full_state_dict=True))
     torch.set_rng_state(tensors["torch_rng"])
     sampler.restore(state["sampler"])
     rng.setstate((state["rng"][0], tuple(state["rng"][1]), state["rng"][2]))

@@ -693,7 +693,7 @@ def test_a_person_can_chat_with_the_llm_user_in_the_terminal(endpoint, monkeypat
 
 class InstantEngine:
     """Says "Well done." as soon as it is asked."""
-    max_new_tokens, max_context = 8, 10_000
+    tensor_parallel, max_new_tokens, max_context = 1, 8, 10_000
 
     def __init__(self, chat):
         self.chat, self.waiting = chat, []

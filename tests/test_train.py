@@ -320,6 +320,17 @@ def test_four_steps_equal_two_and_two_after_a_resume(here, policy, monkeypatch, 
         assert {name: (one.get(name), other.get(name)) for name in one.keys() | other.keys() if one.get(name) != other.get(name)} == {}
 
 
+def test_saving_changes_nothing_not_even_while_only_the_critic_learns(here, policy, monkeypatch):
+    how = ("--critic-warmup", "2", "--think", "--no-format-reward", "--lr", "0.01")
+    often, once = run(policy, "often", *how, "--save-every", "1", steps=4), run(policy, "once", *how, "--save-every", "9", steps=4)
+    assert metrics(often) == metrics(once) and equal(weights(often, 4), weights(once, 4))
+    run(policy, "halves", *how, steps=1)                                     # stopped within the warm-up
+    train.main(["--resume", "runs/halves", "--steps", "4", "--override", "steps"])
+    for row in (rows := metrics(Path("runs/halves"))):
+        row["lr"] = metrics(once)[rows.index(row)]["lr"]                     # its schedule knew of one step only
+    assert [row["explained_var"] for row in rows] == [row["explained_var"] for row in metrics(once)]
+
+
 def test_a_save_that_breaks_leaves_no_checkpoint_behind_and_the_run_goes_on_from_the_last_whole_one(here, policy, monkeypatch):
     whole = run(policy, "whole", steps=3)
     save, calls = torch.save, []
@@ -450,6 +461,21 @@ def test_a_full_disk_is_one_line_and_the_last_whole_checkpoint_goes_on(here, pol
     assert [path.name for path in Path("runs/full/checkpoints").iterdir()] == ["step-000001"]
     train.main(["--resume", "runs/full"])
     assert len(metrics(Path("runs/full"))) == 2 and len(metrics(whole)) == 2
+
+
+def test_three_updates_without_a_number_stop_the_run_in_one_line_and_its_checkpoints_stay_good(here, policy, monkeypatch, capsys):
+    whiten, steps = ppo.whiten, []
+    monkeypatch.setattr(ppo, "whiten", lambda x: steps.append(x) or whiten(x) * (math.nan if len(steps) > 2 else 1))
+    with pytest.raises(ValueError, match="three minibatches in a row.*--resume") as error:      # two of step 3, the first of step 4
+        run(policy, "broken", steps=6)
+    assert "\n" not in str(error.value) and "warning: advantages is nan in the dialogue of " in capsys.readouterr().err
+    folder = Path("runs/broken")
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
+    assert equal(weights(folder, 3), weights(folder, 2))                     # the skipped minibatches moved nothing
+    assert all(w.isfinite().all() for w in weights(folder, 3).values()) and len(metrics(folder)) == 3
+    monkeypatch.setattr(ppo, "whiten", whiten)
+    train.main(["--resume", str(folder)])
+    assert len(metrics(folder)) == 6 and not equal(weights(folder, 6), weights(folder, 3))
 
 
 def test_a_tracker_that_is_not_installed_is_refused_and_one_that_is_gets_every_number(here, policy, monkeypatch):
