@@ -493,7 +493,7 @@ def bench_learner(args):
                 if repetition == repetitions - (repetitions == 1):
                     processes[way].communicate()                       # frees its memory before the next one starts
         ours = answers["packed"][0]
-        print(f"\n{model}, {shape}: {MODELS[model][0]} dialogues of 8 turns, {repetitions} update{'s' * (repetitions > 1)} a way, {args.threads} threads\n"
+        print(f"\n{model}, {shape}: {MODELS[model][0]} dialogues of 8 turns, median of {repetitions}, {args.threads} threads\n"
               f"{'':52} {'tokens':>8} {'seconds':>8} {'peak MiB':>9} {'x time':>7} {'x peak':>7}")
         for way in ways:
             timed = sorted(a["seconds"] for a in answers[way][repetitions > 1:])
