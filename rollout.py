@@ -606,13 +606,17 @@ def microbatch(dialogues, rows, starts, branches=True, device="cpu"):
 
 # ---- loading and playing ------------------------------------------------------------------------------------------------
 
-def load_policy(path, weights=True):
+def best_device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_policy(path, weights=True, device=""):
     """(model in float32, tokenizer) of a Hugging Face folder or hub name, with the chat template it must have.
-    weights=False: the model is None; vLLM loads its own."""
+    weights=False: the model is None; vLLM loads its own. device: where it goes, "" = the GPU if there is one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if weights else None
-        model and model.to("cuda" if torch.cuda.is_available() else "cpu")
+        model and model.to(device or best_device())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: no model could be loaded ({str(error).splitlines()[0]})") from None
     if not tokenizer.chat_template:

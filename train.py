@@ -30,7 +30,20 @@ from tqdm import tqdm
 import grpo
 import ppo
 import sft
-from rollout import ChatTokens, Dialogue, VLLMEngine, load_policy, make_engine, rollout, save_policy, seed_of, show_tokens, system_prompt, uses_vllm
+from rollout import (
+    ChatTokens,
+    Dialogue,
+    VLLMEngine,
+    best_device,
+    load_policy,
+    make_engine,
+    rollout,
+    save_policy,
+    seed_of,
+    show_tokens,
+    system_prompt,
+    uses_vllm,
+)
 from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_of, load_scenarios, users_of
 
 # The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
@@ -181,10 +194,12 @@ def main(argv=None):
         args.model = first_rank_first(lambda: str(sft.cached_tiny(args.think)))
     torch.manual_seed(args.seed)
     newest = checkpoints(run)[-1:] if args.resume else []
-    policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0])
+    home = "cpu" if world > 1 else best_device()                     # where many ranks shard a model no GPU ever holds all of it
+    policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0], device=home)
     ppo.check_model(policy, args.think)
     chat = ChatTokens(tokenizer)
-    engine = make_engine(args.engine, newest[0] if newest else args.model, policy if world == 1 else copy.deepcopy(policy), chat.end_ids,
+    engine = make_engine(args.engine, newest[0] if newest else args.model,
+                         copy.deepcopy(policy).to(best_device()) if world > 1 and not uses_vllm(args.engine) else policy, chat.end_ids,
                          args.max_new_tokens, args.temperature, max_context=args.max_context or None, memory=args.engine_memory,
                          sleep=args.engine_sleep, seed=args.seed, tensor_parallel=args.tensor_parallel)
     separate = world > 1 or isinstance(engine, VLLMEngine)           # the engine has weights of its own
@@ -192,12 +207,12 @@ def main(argv=None):
     if args.lora_rank:
         add_lora(policy, args.lora_rank)
     critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
-    ref_policy = load_policy(args.model)[0].eval() if args.kl_coef else None
+    ref_policy = load_policy(args.model, device=home)[0].eval() if args.kl_coef else None
     sampler = Sampler(scenarios, args.seed)
     rng, system = random.Random(args.seed), system_prompt(args.think, language_of(scenarios[0]))
     saved = load_weights(run, policy, critic) if args.resume else None
     for model in filter(None, (policy, critic and critic.model, ref_policy)):
-        model.in_bfloat16 = args.dtype == "bfloat16" or args.dtype == "auto" and policy.device.type == "cuda"
+        model.in_bfloat16 = args.dtype == "bfloat16" or args.dtype == "auto" and best_device() == "cuda"
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(dict(use_reentrant=False))
     for model in filter(None, (policy, critic, ref_policy)):
