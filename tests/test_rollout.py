@@ -885,7 +885,9 @@ class FakeLLM:
                 *(types.SimpleNamespace(request_id=other, finished=False, outputs=[]) for other in self.running)]
 
     def collective_rpc(self, what, kwargs):
-        self.happened += [what, *(name for name, _ in kwargs["weights_iterator"])]
+        self.happened.append(what)
+        for name, _ in kwargs["weights_iterator"]:
+            self.happened.append(name)
 
     def apply_model(self, function):
         self.happened.append("pack")
@@ -941,7 +943,8 @@ def test_a_sync_streams_the_weights_then_forgets_the_prefix_cache_then_generates
     engine.submit(0, [1], seed=0)
     engine.step()
     assert [what for what in llm.happened if what != "pack"] == ["reload_weights", "first", "second", "reset", "add", "step"]
-    assert [name for name, _ in streamed] == ["first", "second"] and engine.weight_version == 1
+    assert streamed == [("first", ["reload_weights"]), ("second", ["reload_weights", "first"])]       # never two of them at once
+    assert engine.weight_version == 1
     engine.sync()                                                    # no weights: only what was kept is forgotten
     assert llm.happened[-1] == "reset" and llm.happened.count("reload_weights") == 1 and engine.weight_version == 2
 
