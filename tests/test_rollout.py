@@ -892,6 +892,15 @@ class FakeLLM:
     def apply_model(self, function):
         self.happened.append("pack")
 
+    def sleep(self, level):
+        self.happened.append("sleep")
+
+    def is_sleeping(self):
+        return self.happened[-1:] == ["sleep"]
+
+    def wake_up(self):
+        self.happened.append("wake")
+
     def reset_prefix_cache(self):
         self.happened.append("reset")
         return self.resets
@@ -947,6 +956,18 @@ def test_a_sync_streams_the_weights_then_forgets_the_prefix_cache_then_generates
     assert engine.weight_version == 1
     engine.sync()                                                    # no weights: only what was kept is forgotten
     assert llm.happened[-1] == "reset" and llm.happened.count("reload_weights") == 1 and engine.weight_version == 2
+
+
+def test_an_engine_that_slept_through_the_update_wakes_before_its_weights_are_written(fake_vllm, monkeypatch):
+    weight = [("weight", torch.zeros(1))]
+    awake = VLLMEngine("a model", [9], 5, sleep=True)                # no GPU: there is nothing to free
+    awake.sleep()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = VLLMEngine("a model", [9], 5, sleep=True)
+    engine.sleep()
+    engine.sync(weight)
+    assert engine.engine.happened == ["sleep", "wake", "reload_weights", "weight", "reset"]
+    assert engine.engine.args.enable_sleep_mode and not awake.engine.args.enable_sleep_mode and awake.engine.happened == []
 
 
 def test_a_prefix_cache_that_vllm_keeps_is_an_error_and_no_new_version(fake_vllm):
