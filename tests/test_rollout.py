@@ -885,10 +885,21 @@ class FakeLLM:
                 *(types.SimpleNamespace(request_id=other, finished=False, outputs=[]) for other in self.running)]
 
     def collective_rpc(self, what, kwargs):
-        self.happened += [what, *(name for name, _ in kwargs["weights_iterator"])]
+        self.happened.append(what)
+        for name, _ in kwargs["weights_iterator"]:
+            self.happened.append(name)
 
     def apply_model(self, function):
         self.happened.append("pack")
+
+    def sleep(self, level):
+        self.happened.append("sleep")
+
+    def is_sleeping(self):
+        return self.happened[-1:] == ["sleep"]
+
+    def wake_up(self):
+        self.happened.append("wake")
 
     def reset_prefix_cache(self):
         self.happened.append("reset")
@@ -941,9 +952,22 @@ def test_a_sync_streams_the_weights_then_forgets_the_prefix_cache_then_generates
     engine.submit(0, [1], seed=0)
     engine.step()
     assert [what for what in llm.happened if what != "pack"] == ["reload_weights", "first", "second", "reset", "add", "step"]
-    assert [name for name, _ in streamed] == ["first", "second"] and engine.weight_version == 1
+    assert streamed == [("first", ["reload_weights"]), ("second", ["reload_weights", "first"])]       # never two of them at once
+    assert engine.weight_version == 1
     engine.sync()                                                    # no weights: only what was kept is forgotten
     assert llm.happened[-1] == "reset" and llm.happened.count("reload_weights") == 1 and engine.weight_version == 2
+
+
+def test_an_engine_that_slept_through_the_update_wakes_before_its_weights_are_written(fake_vllm, monkeypatch):
+    weight = [("weight", torch.zeros(1))]
+    awake = VLLMEngine("a model", [9], 5, sleep=True)                # no GPU: there is nothing to free
+    awake.sleep()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = VLLMEngine("a model", [9], 5, sleep=True)
+    engine.sleep()
+    engine.sync(weight)
+    assert engine.engine.happened == ["sleep", "wake", "reload_weights", "weight", "reset"]
+    assert engine.engine.args.enable_sleep_mode and not awake.engine.args.enable_sleep_mode and awake.engine.happened == []
 
 
 def test_a_prefix_cache_that_vllm_keeps_is_an_error_and_no_new_version(fake_vllm):

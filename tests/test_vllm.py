@@ -204,8 +204,8 @@ def test_two_ranks_with_an_engine_each_or_one_together_train_as_one_rank_does(tm
 
 
 def test_greedy_evaluation_says_the_same_with_either_engine(tiny, scenarios):
-    how = dict(simulator_name="scripted", difficulty="vanilla", think=False, temperature=0.0, max_new_tokens=8, max_turns=2, start_emotion=40,
-               repetitions=1, seed=0, desc="test")
+    how = dict(make_user=lambda scenario, *rules: ScriptedSimulator(scenario, "vanilla", *rules), think=False, temperature=0.0, max_new_tokens=8,
+               max_turns=2, start_emotion=40, repetitions=1, seed=0, desc="test")
     by_vllm, by_hf = ([d.to_dict() for d in rollout.play_scenarios(tiny, scenarios[:3], engine=engine, **how)] for engine in ("vllm", "hf"))
     assert by_vllm == by_hf and len(by_vllm) == 3 and all(d["turns"] for d in by_vllm)
 
