@@ -383,6 +383,7 @@ def our_update(way, policy, optimizer, dialogues, advantages):
     batch = ppo.make_batch(turn_by_turn(dialogues) if way in ("rows", "padded") else dialogues)
     cfg = argparse.Namespace(tokens_per_batch=TOKENS_PER_BATCH, epochs=1, minibatches=1, temperature=1.0, clip_eps=0.2, clip_high=0.0, ent_coef=0.0,
                              kl_coef=0.0, imitation_coef=0.0, loss_norm="token", tis_cap=0.0, max_mismatch=1e9, max_grad_norm=1.0)
+    ppo.check_model(policy, way in ("packed", "all logits"))
     microbatches, score, seen = ppo.microbatches, ppo.token_logprobs, []
 
     def counted(dialogues, starts, budget, **where):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from rollout import microbatches
+from rollout import Dialogue, Turn, microbatches
 
 # ---- what a rollout becomes: flat tensors over agent tokens -------------------------------------------------------------
 
@@ -164,7 +164,8 @@ def compute_dtype(model):
 def hidden_states(model, micro):
     """(n, H): the decoder's output at the positions `micro.before`."""
     decoder = getattr(model, model.base_model_prefix)
-    hidden = decoder(input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask, use_cache=False)[0]
+    how = {"branches": micro.branches} if model.config._attn_implementation == "branches" else {}        # see check_model
+    hidden = decoder(input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask, use_cache=False, **how)[0]
     return hidden[micro.before]                                   # (B, T, H) -> (n, H): only agent tokens need logits
 
 
@@ -225,26 +226,28 @@ def predict_values(critic, batch, tokens_per_batch):
 
 def check_model(model, think):
     """Raise ValueError for a model that the learner would score otherwise than it speaks: one that does more to its logits than
-    its head does, or (think) reads a packed row otherwise than the turns one by one, as one without 4-D masks does."""
-    name, device, decoder = type(model).__name__, model.device, getattr(model, model.base_model_prefix)
-    before, thought, after = [[(7 * i + k) % 50 + 3 for k in range(n)] for i, n in enumerate((6, 5, 4))]
-    branches = torch.tensor([[0] * 6 + [1] * 5 + [0] * 4])                    # trunk, one thought, and the trunk goes on
-    positions = torch.tensor([[*range(6), *range(6, 11), *range(6, 10)]])
-    mask = (torch.ones(15, 15, dtype=torch.bool).tril() & ((branches[:, None] == 0) | (branches[:, None] == branches[:, :, None])))[:, None]
+    its head does, or (think) reads a packed row otherwise than the turns one by one, as one without 4-D masks does. On a CPU the
+    model then takes branch_attention() where it can."""
+    name, decoder, think_row = type(model).__name__, getattr(model, model.base_model_prefix), Dialogue(None, True, 0)
+    think_row.trunk = [(7 * i) % 50 + 3 for i in range(10)]
+    think_row.turns = [Turn(prompt_len, [60 - i for i in range(length)], [], "stop", "", "", True) for prompt_len, length in ((4, 3), (6, 5), (10, 2))]
+    micro, = microbatches([think_row], [0], 10 ** 9, device=model.device)
     close = lambda a, b: torch.allclose(a, b, rtol=0.01, atol=0.01 * b.abs().max().item())
     with torch.no_grad():
-        flat = torch.tensor([before + after], device=device)
+        flat = torch.tensor([think_row.trunk + think_row.turns[-1].ids], device=model.device)
         alone = decoder(input_ids=flat, use_cache=False)[0]
         if not close(model.get_output_embeddings()(alone), model(input_ids=flat, use_cache=False).logits):
             raise ValueError(f"{name} scales or caps its logits after the head, which the learner does not: use another model")
         if not think:
             return
-        try:
-            packed = decoder(input_ids=torch.tensor([before + thought + after], device=device), position_ids=positions.to(device),
-                             attention_mask=mask.to(device), use_cache=False)[0]
-            same = close(packed[0, -4:], alone[0, -4:])
-        except (RuntimeError, TypeError, ValueError):
-            same = False
+        same = False
+        for attention in ("branches", "sdpa") if model.device.type == "cpu" else ("sdpa",):
+            try:
+                model.set_attn_implementation(attention)
+                if same := close(hidden_states(model, micro)[-2:], alone[0, -3:-1]):
+                    break
+            except (RuntimeError, TypeError, ValueError):
+                pass
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) or math.inf              # a 4-D mask replaces it, so packed rows would see further
     if not same or window < config.max_position_embeddings:
@@ -361,7 +364,7 @@ def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=Non
             if cfg.tis_cap:
                 weights = importance_weights(old_logprobs, engine_logprobs, cfg.tis_cap)
                 pg_loss, capped = pg_loss * weights, weights >= cfg.tis_cap
-            loss = pg_loss - cfg.ent_coef * entropy - cfg.imitation_coef * rewards[micro.index].to(logprobs.device) * logprobs
+            loss = pg_loss - (cfg.ent_coef * entropy if cfg.ent_coef else 0) - cfg.imitation_coef * rewards[micro.index].to(logprobs.device) * logprobs
             if ref_policy is not None:
                 with torch.no_grad():
                     ref_logprobs, _ = token_logprobs(ref_policy, micro, cfg.temperature)

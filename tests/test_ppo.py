@@ -416,6 +416,27 @@ def test_packed_log_probs_equal_those_of_each_turn_scored_alone(model, chat, sce
         torch.testing.assert_close(ours[1], entropies, rtol=0, atol=1e-4)
 
 
+def test_attention_by_branches_equals_the_mask_in_log_probs_and_gradients(model, chat, scenarios):
+    dialogues, results = ragged(chat, scenarios, True), []
+    batch = ppo.make_batch(dialogues)
+    torch.manual_seed(1)
+    advantages = torch.randn(len(batch.old_logprobs))
+    for attention in ("sdpa", "branches"):
+        model.set_attn_implementation(attention)
+        logprobs, _ = ppo.token_logprobs(model, whole(dialogues))
+        results.append((logprobs.detach(), *gradients_of_update(model, batch, advantages, settings(tokens_per_batch=900, ent_coef=0.01))))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)
+    assert_same_gradients(results[1][1][0], results[0][1][0])
+    assert results[1][2] == pytest.approx(results[0][2], rel=1e-5, abs=1e-6)
+
+
+def test_a_checked_model_attends_by_branches_and_its_checkpoint_does_not_say_so(model, chat, tmp_path):
+    ppo.check_model(model, True)
+    assert model.config._attn_implementation == "branches" and ppo.Critic(model).model.config._attn_implementation == "branches"
+    model.save_pretrained(tmp_path)
+    assert "branches" not in (tmp_path / "config.json").read_text()
+
+
 def test_a_thought_is_never_read_by_later_turns(model, chat, scenarios):
     dialogue = told(chat, scenarios[0], True, [50, 60, 70])
     before, _ = ppo.token_logprobs(model, whole([dialogue]))
