@@ -46,8 +46,8 @@ def main(argv=None):
     command.set_defaults(run=bench_simulator)
     command = what.add_parser("learner", help="one policy update on the same dialogues: packed, one row per turn, TRL; the head's memory")
     command.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS], help="shapes of the policy, weights are random (default: all)")
-    command.add_argument("--repetitions", type=int, default=5,
-                         help="updates of the tiny model, ways interleaved, medians count; the others take one (default: 5)")
+    command.add_argument("--repetitions", type=int, default=3,
+                         help="updates of the tiny model, ways interleaved, medians count; the others take one (default: 3)")
     command.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     command.add_argument("--trl", metavar="DIR", help="measure TRL too, from the venv DIR, made and filled where it is missing (default: no)")
     command.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
@@ -319,7 +319,7 @@ MODELS = {                                             # dialogues of the step, 
     "tiny": (8, dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384, vocab_size=1600)),
     "smollm2": (1, dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
                         vocab_size=49152)),            # SmolLM2-135M's
-    "qwen-vocab": (1, dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192,
+    "qwen-vocab": (2, dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192,
                            vocab_size=151936)),        # Qwen2.5's vocabulary under almost no model
 }
 JOBS = [("tiny", "think", ("packed", "rows", "padded", "trl")), ("tiny", "plain", ("packed", "rows", "padded", "trl")),
@@ -398,7 +398,7 @@ def our_update(way, policy, optimizer, dialogues, advantages):
                 yield micro
     ppo.microbatches = counted
     if way == "all logits":
-        ppo.token_logprobs = lambda *args: score(*args, chunk=10 ** 9)
+        ppo.token_logprobs = lambda *args, **kw: score(*args, **kw, chunk=10 ** 9)
 
     def update():
         seen.clear()

@@ -169,23 +169,24 @@ def hidden_states(model, micro):
     return hidden[micro.before]                                   # (B, T, H) -> (n, H): only agent tokens need logits
 
 
-def token_logprobs(model, micro, temperature=1.0, chunk=None):
+def token_logprobs(model, micro, temperature=1.0, entropy_grad=True, chunk=None):
     """Log-prob and entropy of each agent token under `model` at the sampling temperature: (n,), (n,).
 
     The head runs on agent tokens only, in chunks (default: of 2^25 logits, 128 MiB) that are computed again in the backward
-    pass: memory does not grow with vocabulary x length.
+    pass: memory does not grow with vocabulary x length. entropy_grad=False: the entropy is a number only.
     """
     if hasattr(model, "whole"):                    # sharded (train.shard): its weights are whole only inside model.whole()
-        return model.whole(_token_logprobs, model, micro, temperature, chunk)
-    return _token_logprobs(model, micro, temperature, chunk)
+        return model.whole(_token_logprobs, model, micro, temperature, entropy_grad, chunk)
+    return _token_logprobs(model, micro, temperature, entropy_grad, chunk)
 
 
-def _token_logprobs(model, micro, temperature, chunk):
+def _token_logprobs(model, micro, temperature, entropy_grad, chunk):
     head, chunk = model.get_output_embeddings(), chunk or max(1, 2 ** 25 // model.config.get_text_config().vocab_size)
 
     def score(hidden, actions):
         logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)        # (chunk, V)
-        entropy = -(logprobs.exp() * logprobs.clamp(min=-100)).sum(-1)                  # a logit of -inf adds 0, not 0 x inf = NaN
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            entropy = -(logprobs.exp() * logprobs.clamp(min=-100)).sum(-1)              # a logit of -inf adds 0, not 0 x inf = NaN
         return logprobs.gather(1, actions[:, None])[:, 0], entropy
 
     with compute_dtype(model):
@@ -358,13 +359,13 @@ def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=Non
     for number, (members, size) in enumerate(minibatches(batch, cfg, rng, [1] * len(batch.dialogues) if each_dialogue else batch.tokens)):
         for micro in microbatches([batch.dialogues[i] for i in members], [batch.starts[i] for i in members], cfg.tokens_per_batch,
                                   device=policy.device, rank=rank, world=world):
-            logprobs, entropy = token_logprobs(policy, micro, cfg.temperature)
+            logprobs, entropy = token_logprobs(policy, micro, cfg.temperature, entropy_grad=cfg.ent_coef > 0)
             engine_logprobs, old_logprobs, adv = (x[micro.index].to(logprobs.device) for x in (batch.old_logprobs, all_old_logprobs, advantages))
             pg_loss, clipped = policy_loss(logprobs, old_logprobs, adv, cfg.clip_eps, cfg.clip_high)
             if cfg.tis_cap:
                 weights = importance_weights(old_logprobs, engine_logprobs, cfg.tis_cap)
                 pg_loss, capped = pg_loss * weights, weights >= cfg.tis_cap
-            loss = pg_loss - (cfg.ent_coef * entropy if cfg.ent_coef else 0) - cfg.imitation_coef * rewards[micro.index].to(logprobs.device) * logprobs
+            loss = pg_loss - cfg.ent_coef * entropy - cfg.imitation_coef * rewards[micro.index].to(logprobs.device) * logprobs
             if ref_policy is not None:
                 with torch.no_grad():
                     ref_logprobs, _ = token_logprobs(ref_policy, micro, cfg.temperature)

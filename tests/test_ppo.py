@@ -451,7 +451,7 @@ def test_chunked_and_unchunked_scores_and_gradients_are_the_same(model, chat, sc
     micro, results = whole(ragged(chat, scenarios, True)), []
     for chunk in (7, 10**6):
         model.zero_grad()
-        logprobs, entropy = ppo.token_logprobs(model, micro, 0.7, chunk)
+        logprobs, entropy = ppo.token_logprobs(model, micro, 0.7, chunk=chunk)
         (logprobs.sum() - 0.1 * entropy.sum()).backward()
         results.append((logprobs, entropy, [p.grad.clone() for p in model.parameters()]))
     for ours, theirs in zip(results[0][:2], results[1][:2]):
