@@ -43,7 +43,7 @@ MODELS = {                                             # dialogues of the step, 
                            vocab_size=151936)),        # Qwen2.5's vocabulary under almost no model
 }
 JOBS = [("tiny", "think", ("packed", "rows", "padded", "trl")), ("tiny", "plain", ("packed", "rows", "padded", "trl")),
-        ("smollm2", "think", ("packed", "padded", "trl")), ("qwen-vocab", "think", ("packed", "all logits", "trl"))]
+        ("smollm2", "think", ("packed", "padded", "trl")), ("qwen-vocab", "think", ("packed", "all logits"))]
 WAYS = {"packed": "one row per dialogue (this learner)", "rows": "one row per turn, rows of similar length together",
         "padded": "one row per turn, padded to the longest", "all logits": "packed, the head in one piece", "trl": "TRL's GRPOTrainer"}
 TOKENS_PER_BATCH = 8192                                # of a micro-batch, padding included, for every way
