@@ -214,16 +214,17 @@ def bench_learner(args):
                 if repetition == repetitions - (repetitions == 1):
                     processes[way].communicate()                       # frees its memory before the next one starts
         ours = answers["packed"][0]
-        print(f"\n{model}, {shape}: {MODELS[model][0]} dialogues of 8 turns, {repetitions} update{'s' * (repetitions > 1)} a way, {args.threads} threads\n"
+        print(f"\n{model}, {shape}: {MODELS[model][0]} dialogues of 8 turns, {repetitions} timed updates a way, {args.threads} threads\n"
               f"{'':52} {'tokens':>8} {'seconds':>8} {'peak MiB':>9} {'x time':>7} {'x peak':>7}")
         for way in ways:
             timed = sorted(a["seconds"] for a in answers[way][repetitions > 1:])
             last = answers[way][-1]
-            row = {"model": model, "shape": shape, "way": way, "tokens": last["tokens"], "seconds": statistics.median(timed), "all_seconds": timed,
-                   "peak_mib": last["peak_mib"], "loss": answers[way][0]["loss"], "grad_norm": answers[way][0]["grad_norm"]}
+            row = {"model": model, "shape": shape, "way": way, "tokens": last["tokens"], "seconds": statistics.median(timed),
+                   "all_seconds": timed, "threads": args.threads, "peak_mib": last["peak_mib"], "loss": answers[way][0]["loss"], "grad_norm": answers[way][0]["grad_norm"]}
             results.append(row)
             packed = next(r for r in results if (r["model"], r["shape"], r["way"]) == (model, shape, "packed"))
             row |= {"seconds_over_packed": row["seconds"] / packed["seconds"], "peak_over_packed": row["peak_mib"] / packed["peak_mib"]}
+            # the first update of each way starts from the same weights
             same = abs(row["loss"] - ours["loss"]) < 1e-4 and abs(row["grad_norm"] / ours["grad_norm"] - 1) < 1e-3
             print(f"{WAYS[way]:52} {row['tokens']:8d} {row['seconds']:8.2f} {row['peak_mib']:9.0f} {row['seconds_over_packed']:7.2f} "
                   f"{row['peak_over_packed']:7.2f}{'' if same else '   NOT THE SAME loss and gradient'}")
