@@ -23,7 +23,7 @@ def main(argv=None):
     add_flags("--models", nargs="+", choices=[*MODELS], default=[*MODELS], help="shapes of the policy, weights are random (default: all)")
     add_flags("--repetitions", type=int, default=3, help="updates of the tiny model, ways interleaved, medians count; the others take one (default: 3)")
     add_flags("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    add_flags("--trl", metavar="DIR", help="measure TRL too, from the venv DIR, which is made and filled where it is missing (default: not measured)")
+    add_flags("--trl", metavar="DIR", help="measure TRL too, from the venv DIR, made and filled where missing (default: not measured)")
     add_flags("--worker", nargs=3, help=argparse.SUPPRESS)
     for command in commands.choices.values():
         command.add_argument("--json", metavar="FILE", help="write the numbers to FILE, for machines")
@@ -220,7 +220,8 @@ def bench_learner(args):
             timed = sorted(a["seconds"] for a in answers[way][repetitions > 1:])
             last = answers[way][-1]
             row = {"model": model, "shape": shape, "way": way, "tokens": last["tokens"], "seconds": statistics.median(timed),
-                   "all_seconds": timed, "threads": args.threads, "peak_mib": last["peak_mib"], "loss": answers[way][0]["loss"], "grad_norm": answers[way][0]["grad_norm"]}
+                   "all_seconds": timed, "threads": args.threads, "peak_mib": last["peak_mib"],
+                   "loss": answers[way][0]["loss"], "grad_norm": answers[way][0]["grad_norm"]}
             results.append(row)
             packed = next(r for r in results if (r["model"], r["shape"], r["way"]) == (model, shape, "packed"))
             row |= {"seconds_over_packed": row["seconds"] / packed["seconds"], "peak_over_packed": row["peak_mib"] / packed["peak_mib"]}
