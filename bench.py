@@ -21,7 +21,7 @@ def main(argv=None):
     learner.set_defaults(bench=bench_learner)
     add_flags = learner.add_argument
     add_flags("--models", nargs="+", choices=[*MODELS], default=[*MODELS], help="shapes of the policy, weights are random (default: all)")
-    add_flags("--repetitions", type=int, default=3, help="updates of the tiny model, ways interleaved, medians count; the others take one (default: 3)")
+    add_flags("--repetitions", type=int, default=3, help="updates of the tiny model, ways interleaved, medians count; other models 1 (default: 3)")
     add_flags("--threads", type=int, default=2, help="CPU threads (default: 2)")
     add_flags("--trl", metavar="DIR", help="measure TRL too, from the venv DIR, made and filled where missing (default: not measured)")
     add_flags("--worker", nargs=3, help=argparse.SUPPRESS)

@@ -231,7 +231,8 @@ def check_model(model, think):
     model then takes branch_attention() where it can."""
     name, decoder, think_row = type(model).__name__, getattr(model, model.base_model_prefix), Dialogue(None, True, 0)
     think_row.trunk = [(7 * i) % 50 + 3 for i in range(10)]
-    think_row.turns = [Turn(prompt_len, list(range(60, 60 + length)), [], "stop", "", "", True) for prompt_len, length in ((4, 3), (6, 5), (10, 2))]
+    think_row.turns = [Turn(prompt_len, [60 - i for i in range(length)], [], "stop", "", "", True)
+                       for prompt_len, length in ((4, 3), (6, 5), (10, 2))]
     micro, = microbatches([think_row], [0], 10 ** 9, device=model.device)
     close = lambda a, b: torch.allclose(a, b, rtol=0.01, atol=0.01 * b.abs().max().item())
     with torch.no_grad():
