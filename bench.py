@@ -323,7 +323,7 @@ MODELS = {                                             # dialogues of the step, 
                            vocab_size=151936)),        # Qwen2.5's vocabulary under almost no model
 }
 JOBS = [("tiny", "think", ("packed", "rows", "padded", "trl")), ("tiny", "plain", ("packed", "rows", "padded", "trl")),
-        ("smollm2", "think", ("packed", "padded", "trl")), ("qwen-vocab", "think", ("packed", "all logits", "trl"))]
+        ("smollm2", "think", ("packed", "padded", "trl")), ("qwen-vocab", "think", ("packed", "all logits"))]
 WAYS = {"packed": "one row per dialogue (this learner)", "rows": "one row per turn, rows of similar length together",
         "padded": "one row per turn, padded to the longest", "all logits": "packed, the head in one piece", "trl": "TRL's GRPOTrainer"}
 TOKENS_PER_BATCH = 8192                                # of a micro-batch, padding included, for every way
@@ -499,11 +499,13 @@ def bench_learner(args):
         for way in ways:
             timed = sorted(a["seconds"] for a in answers[way][repetitions > 1:])
             last = answers[way][-1]
-            row = {"model": model, "shape": shape, "way": way, "tokens": last["tokens"], "seconds": statistics.median(timed), "all_seconds": timed,
-                   "peak_mib": last["peak_mib"], "loss": answers[way][0]["loss"], "grad_norm": answers[way][0]["grad_norm"]}
+            row = {"model": model, "shape": shape, "way": way, "tokens": last["tokens"], "seconds": statistics.median(timed),
+                   "all_seconds": timed, "threads": args.threads, "peak_mib": last["peak_mib"],
+                   "loss": answers[way][0]["loss"], "grad_norm": answers[way][0]["grad_norm"]}
             results.append(row)
             packed = next(r for r in results if (r["model"], r["shape"], r["way"]) == (model, shape, "packed"))
             row |= {"seconds_over_packed": row["seconds"] / packed["seconds"], "peak_over_packed": row["peak_mib"] / packed["peak_mib"]}
+            # the first update of each way starts from the same weights
             same = abs(row["loss"] - ours["loss"]) < 1e-4 and abs(row["grad_norm"] / ours["grad_norm"] - 1) < 1e-3
             print(f"{WAYS[way]:52} {row['tokens']:8d} {row['seconds']:8.2f} {row['peak_mib']:9.0f} {row['seconds_over_packed']:7.2f} "
                   f"{row['peak_over_packed']:7.2f}{'' if same else '   NOT THE SAME loss and gradient'}")
