@@ -19,10 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch.nn.functional import pad
 
+import ppo
 import sft
-from rollout import ChatTokens, Dialogue, Finished, HFEngine, VLLMEngine, load_policy, rollout, seed_of, system_prompt
-from simulator import PROMPTS, Reaction, Scenario, ScriptedSimulator, load_scenarios
+from rollout import ChatTokens, Dialogue, Finished, HFEngine, Turn, VLLMEngine, load_policy, rollout, system_prompt
+from simulator import PROMPTS, LLMClient, LLMSimulator, Reaction, Scenario, ScriptedSimulator, load_scenarios, seed_of
 
 
 def main(argv=None):
@@ -31,37 +33,26 @@ def main(argv=None):
     what = parser.add_subparsers(dest="what", required=True)
     command = what.add_parser("rollout", help="continuous against lock-step turns, vLLM against transformers, the scheduler's own cost")
     command.add_argument("--models", nargs="*", help="Hugging Face folders to generate with (default: the embedded policy)")
-    command.add_argument("--dialogues", type=int, default=64, help="dialogues at once with the first model (default: 64, the embedded preset)")
+    command.add_argument("--dialogues", type=int, default=64, help="dialogues at once (default: 64, the embedded preset)")
     command.add_argument("--max-turns", type=int, default=6, help="replies of a dialogue (default: 6, the embedded preset)")
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens of a reply at most (default: 64, the embedded preset)")
-    command.add_argument("--user-seconds", type=float, default=1.0, help="seconds of a slow user's answer; a tenth take 5 times that (default: 1.0)")
-    command.add_argument("--repeats", type=int, default=3, help="times each is measured; the median counts (default: 3)")
-    command.set_defaults(run=bench_rollout)
+    command.set_defaults(run=bench_rollout, repetitions=3)
     command = what.add_parser("simulator", help="the event loop with an LLM user on a slow loopback endpoint")
-    command.add_argument("--dialogues", type=int, default=64, help="played at the same time (default: 64)")
-    command.add_argument("--turns", type=int, default=8, help="replies of each (default: 8, RLVER's)")
-    command.add_argument("--median", type=float, default=0.05, help="median latency of a call in seconds (default: 0.05)")
-    command.add_argument("--sigma", type=float, default=0.6, help="sigma of the log-normal latency (default: 0.6)")
-    command.add_argument("--repetitions", type=int, default=5, help="runs; best and median count, other processes only add time (default: 5)")
-    command.set_defaults(run=bench_simulator)
+    command.set_defaults(run=bench_simulator, repetitions=5)
     command = what.add_parser("learner", help="one policy update on the same dialogues: packed, one row per turn, TRL; the head's memory")
     command.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS], help="shapes of the policy, weights are random (default: all)")
-    command.add_argument("--repetitions", type=int, default=3,
-                         help="updates of the tiny model, ways interleaved, medians count; the others take one (default: 3)")
     command.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     command.add_argument("--trl", metavar="DIR", help="measure TRL too, from the venv DIR, made and filled where it is missing (default: no)")
     command.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    command.set_defaults(run=bench_learner)
+    command.set_defaults(run=bench_learner, repetitions=3)
     for command in what.choices.values():
+        command.add_argument("--repetitions", type=int, default=(default := command.get_default("repetitions")),
+                             help=f"times each is measured (default: {default}; large models of learner: once)")
         command.add_argument("--json", metavar="FILE", help="write the numbers to FILE")
     args = parser.parse_args(argv)
     result = args.run(args)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def median(values):
-    return sorted(values)[len(values) // 2]
 
 
 # ---- rollout --------------------------------------------------------------------------------------------------------------
@@ -70,16 +61,19 @@ def bench_rollout(args):
     """Seconds, replies and tokens a second. All of one comparison runs in this process, in turns, on the same scenarios."""
     models = args.models if args.models is not None else [str(sft.cached_tiny(True))]
     result = {"threads": torch.get_num_threads(), "gpu": torch.cuda.is_available(), "dialogues": args.dialogues, "max_turns": args.max_turns,
-              "max_new_tokens": args.max_new_tokens, "repeats": args.repeats, "scheduler": scheduler_cost(args)}
+              "max_new_tokens": args.max_new_tokens, "repetitions": args.repetitions, "scheduler": scheduler_cost(args)}
     for path in models:
         result[path] = engines_compared(path, args)
     print(json.dumps(result, indent=1))
     return result
 
 
+USER_SECONDS = 1.0              # mean time of a slow user's answer; a tenth of them take five times as long
+
+
 class InstantEngine:
     """Every reply is there at once."""
-    tensor_parallel, max_new_tokens, max_context = 1, 64, 10 ** 6
+    max_new_tokens, max_context = 64, 10 ** 9
 
     def __init__(self, ids):
         self.ids, self.waiting = ids, []
@@ -118,10 +112,10 @@ def scheduler_cost(args, count=1024, turns=8):
         return [1000 * (end - began) / (count * turns) for end, began in zip((time.perf_counter(), time.process_time()), start)]
 
     with ThreadPoolExecutor(64) as pool:
-        runs = {f"{'think' if think else 'plain'}, {'64 threads' if users else 'inline'}": [play(think, users) for _ in range(args.repeats)]
+        runs = {f"{'think' if think else 'plain'}, {'64 threads' if users else 'inline'}": [play(think, users) for _ in range(args.repetitions)]
                 for think in (True, False) for users in (None, pool)}
     return {"dialogues": count, "turns": turns} | {                      # CPU time does not depend on what else the machine does
-        f"{clock}_ms_per_turn": {name: round(median([run[i] for run in played]), 4) for name, played in runs.items()}
+        f"{clock}_ms_per_turn": {name: round(statistics.median([run[i] for run in played]), 4) for name, played in runs.items()}
         for i, clock in enumerate(("wall", "cpu"))}
 
 
@@ -167,7 +161,7 @@ def engines_compared(path, args):
 
     def speed(played):
         replies = [turn for d in played[0][1] for turn in d.turns]
-        seconds = median([seconds for seconds, _ in played])
+        seconds = statistics.median([seconds for seconds, _ in played])
         return {"seconds": round(seconds, 3), "replies": len(replies), "tokens": sum(len(t.ids) for t in replies),
                 "tokens_per_second": round(sum(len(t.ids) for t in replies) / seconds, 1)}
 
@@ -175,7 +169,7 @@ def engines_compared(path, args):
     if importlib.util.find_spec("vllm"):
         engines["vllm"] = VLLMEngine(path, chat.end_ids, args.max_new_tokens, 0.7, max_context=2048)
     played = {name: [] for name in engines}
-    for repeat in range(args.repeats + 1):                               # in turns; the first round warms up
+    for repeat in range(args.repetitions + 1):                           # in turns; the first round warms up
         for name, engine in engines.items():
             played[name] += [play(engine)] if repeat else play(engine) and []
     result["engines"] = {name: speed(runs) for name, runs in played.items()}
@@ -184,12 +178,12 @@ def engines_compared(path, args):
     result["vllm_over_hf"] = round(result["engines"]["vllm"]["tokens_per_second"] / result["engines"]["hf"]["tokens_per_second"], 2)
     turns = {"continuous": [], "lockstep": []}
     with ThreadPoolExecutor(args.dialogues) as pool:
-        for _ in range(args.repeats):
+        for _ in range(args.repetitions):
             for mode, runs in turns.items():
-                runs.append(play(engines["vllm"], args.user_seconds, mode == "lockstep", pool))
+                runs.append(play(engines["vllm"], USER_SECONDS, mode == "lockstep", pool))
     texts = [[[turn.reply for turn in d.turns] for d in runs[0][1]] for runs in turns.values()]
     result["turns"] = {mode: speed(runs) for mode, runs in turns.items()} | {
-        "user_seconds": args.user_seconds, "same_dialogues": round(sum(a == b for a, b in zip(*texts)) / len(texts[0]), 3)}
+        "user_seconds": USER_SECONDS, "same_dialogues": round(sum(a == b for a, b in zip(*texts)) / len(texts[0]), 3)}
     result["lockstep_over_continuous_seconds"] = round(result["turns"]["lockstep"]["seconds"] / result["turns"]["continuous"]["seconds"], 2)
     return result
 
@@ -234,20 +228,11 @@ loop.run_forever()
 '''
 
 
-class InstantPolicy:
-    """An engine that answers at once, and the tokens of nothing: what is left of rollout() is the event loop and the users."""
-    max_new_tokens, max_context, tokenizer = 1, 10 ** 9, None
+DIALOGUES, TURNS, MEDIAN, SIGMA = 64, 8, 0.05, 0.6          # latency of a call: MEDIAN seconds x exp(N(0, SIGMA))
 
-    def __init__(self):
-        self.waiting = []
 
-    def submit(self, key, prompt_ids, seed):
-        self.waiting.append(key)
-
-    def step(self):
-        from rollout import Finished
-        keys, self.waiting = self.waiting, []
-        return [Finished(key, [1], [0.0], "stop") for key in keys]
+class Tokenless(InstantEngine):
+    """An engine and a ChatTokens at once, of one token: what is left of rollout() is the event loop and the users."""
 
     def first(self, system, text):
         return [1]
@@ -267,15 +252,13 @@ def bench_simulator(args):
 
     A serial loop over the same calls would take the sum of all latencies; it is computed, and measured on the first dialogue.
     """
-    from rollout import Dialogue, rollout
-    from simulator import PROMPTS, LLMClient, LLMSimulator, load_scenarios
-    server = subprocess.Popen([sys.executable, "-c", SERVER, str(args.median), str(args.sigma)], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([sys.executable, "-c", SERVER, str(MEDIAN), str(SIGMA)], stdout=subprocess.PIPE, text=True)
     try:
-        client = LLMClient("loopback", f"http://127.0.0.1:{int(server.stdout.readline())}/v1", concurrency=args.dialogues)
+        client = LLMClient("loopback", f"http://127.0.0.1:{int(server.stdout.readline())}/v1", concurrency=DIALOGUES)
         send, latencies, name = client.http.post, {}, threading.local()
 
         def noted(path, *, body, **kw):                # the same latency as the server's, under the dialogue that waits for it
-            latencies.setdefault(name.dialogue, []).append(args.median * math.exp(random.Random(body["seed"]).gauss(0, args.sigma)))
+            latencies.setdefault(name.dialogue, []).append(MEDIAN * math.exp(random.Random(body["seed"]).gauss(0, SIGMA)))
             return send(path, body=body, **kw)
         client.http.post = noted
 
@@ -284,27 +267,27 @@ def bench_simulator(args):
                 name.dialogue = self.seed
                 return super().hear(reply)
         scenarios = load_scenarios(PROMPTS / "en" / "train.jsonl")
-        people = [scenarios[(7 * k) % len(scenarios)] for k in range(args.dialogues)]
+        people = [scenarios[(7 * k) % len(scenarios)] for k in range(DIALOGUES)]
 
         def run(count):
             latencies.clear()
-            dialogues = [Dialogue(person, False, seed, start_emotion=10, max_turns=args.turns) for seed, person in enumerate(people[:count])]
-            engine, began, cpu = InstantPolicy(), time.perf_counter(), time.process_time()
-            rollout(engine, engine, dialogues, lambda d: Named(d.scenario, client, "challenging", None, 10, args.turns, d.seed), "", client.pool)
+            dialogues = [Dialogue(person, False, seed, start_emotion=10, max_turns=TURNS) for seed, person in enumerate(people[:count])]
+            engine, began, cpu = Tokenless([1]), time.perf_counter(), time.process_time()
+            rollout(engine, engine, dialogues, lambda d: Named(d.scenario, client, "challenging", 10, TURNS, d.seed), "", client.pool)
             seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-            assert all(d.end_reason == "max_turns" and len(d.turns) == args.turns for d in dialogues), [d.error for d in dialogues if d.failed]
+            assert all(d.end_reason == "max_turns" and len(d.turns) == TURNS for d in dialogues), [d.error for d in dialogues if d.failed]
             return seconds, cpu, [sum(own) for own in latencies.values()], sum(map(len, latencies.values()))
-        run(args.dialogues)                            # connections and threads exist from here on
-        runs = sorted(run(args.dialogues) for _ in range(args.repetitions))
+        run(DIALOGUES)                            # connections and threads exist from here on
+        runs = sorted(run(DIALOGUES) for _ in range(args.repetitions))
         serial_wall, _, serial_latency, _ = run(1)
     finally:
         server.kill()
     path, calls = max(runs[0][2]), runs[0][3]
-    result = {"dialogues": args.dialogues, "turns": args.turns, "calls": calls, "critical_path_s": path, "wall_best_s": runs[0][0],
+    result = {"dialogues": DIALOGUES, "turns": TURNS, "calls": calls, "critical_path_s": path, "wall_best_s": runs[0][0],
               "wall_median_s": runs[len(runs) // 2][0], "best_over_critical_path": runs[0][0] / path,
               "median_over_critical_path": runs[len(runs) // 2][0] / path, "cpu_ms_per_call": 1000 * runs[0][1] / calls,
               "serial_latencies_s": sum(runs[0][2]), "serial_one_dialogue_s": serial_wall, "serial_one_dialogue_latencies_s": serial_latency[0]}
-    print(f"{args.dialogues} dialogues x {args.turns} turns, {calls} calls, latency {1000 * args.median:g} ms x exp(N(0, {args.sigma}))\n"
+    print(f"{DIALOGUES} dialogues x {TURNS} turns, {calls} calls, latency {1000 * MEDIAN:g} ms x exp(N(0, {SIGMA}))\n"
           f"critical path    {path:7.3f} s   (the slowest dialogue's own latencies)\n"
           f"event loop       {runs[0][0]:7.3f} s   best of {args.repetitions}: {runs[0][0] / path:.2f} x the critical path; median "
           f"{result['wall_median_s']:.3f} s, {result['median_over_critical_path']:.2f} x; {result['cpu_ms_per_call']:.2f} ms of CPU a call\n"
@@ -332,7 +315,6 @@ TOKENS_PER_BATCH = 8192                                # of a micro-batch, paddi
 def recorded(shape, count):
     """`count` dialogues of 8 turns, made-up tokens in the lengths of real ones: system prompt 90, each message of the user 25-55, each
     thought 80-160 (shape "think"; "plain" has none), each reply 30-60. All log-probs are -7, so that some ratios are clipped."""
-    from rollout import Dialogue, Reaction, Turn
     rng, dialogues = random.Random(0), []
     tokens = lambda low, high: [rng.randrange(3, 1600) for _ in range(rng.randint(low, high))]
     for _ in range(count):
@@ -349,14 +331,12 @@ def recorded(shape, count):
 
 def turn_by_turn(dialogues):
     """The same turns, each a row of its own after its whole past: what a learner without packing trains on."""
-    from rollout import Dialogue
     return [Dialogue(None, False, 0, trunk=d.trunk[:turn.prompt_len], turns=[turn], end_reason="max_turns") for d in dialogues for turn in d.turns]
 
 
 def worker(way, model, shape, threads):
     """One way in a process of its own, so that its peak memory is its own. Each line of input asks for one update; the answer is
     a line with its tokens (padding included), seconds, MiB above the loaded model, and loss and gradient norm, which must agree."""
-    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, logging
     logging.set_verbosity_error()
     torch.set_num_threads(threads)
@@ -375,10 +355,6 @@ def worker(way, model, shape, threads):
 
 
 def our_update(way, policy, optimizer, dialogues, advantages):
-    import torch
-    from torch.nn.functional import pad
-
-    import ppo
     per_token = torch.cat([torch.full((sum(len(turn.ids) for turn in d.turns),), a) for d, a in zip(dialogues, advantages)])
     batch = ppo.make_batch(turn_by_turn(dialogues) if way in ("rows", "padded") else dialogues)
     cfg = argparse.Namespace(tokens_per_batch=TOKENS_PER_BATCH, epochs=1, minibatches=1, temperature=1.0, clip_eps=0.2, clip_high=0.0, ent_coef=0.0,
@@ -413,10 +389,8 @@ def trl_update(way, policy, optimizer, dialogues, advantages):
     import tempfile
 
     import datasets
-    import torch
     from trl import GRPOConfig, GRPOTrainer
 
-    import sft
     rows = []                                          # prompt, completion, 1 on sampled tokens, advantage
     for dialogue, advantage in zip(dialogues, advantages):
         if dialogue.think:

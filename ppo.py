@@ -14,6 +14,7 @@ import copy
 import itertools
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class Batch:
     @property
     def starts(self):
         """Where each dialogue's agent tokens begin in the flat order."""
-        return [0, *itertools.accumulate(self.tokens)][:-1]
+        return begins(self.tokens)
 
     def per_token(self, per_turn):
         """(K,) -> (N,): a turn's value at each of its tokens."""
@@ -48,6 +49,11 @@ class Batch:
         flat = torch.zeros(sum(self.turn_lengths))
         flat[torch.tensor(self.turn_lengths).cumsum(0) - 1] = per_turn
         return flat
+
+
+def begins(lengths):
+    """Where each of consecutive stretches begins: [2, 3, 1] -> [0, 2, 5]."""
+    return [0, *itertools.accumulate(lengths)][:-1]
 
 
 def turn_rewards(dialogue, format_reward=True):
@@ -217,7 +223,7 @@ def predict_values(critic, batch, tokens_per_batch):
     """(N,) values of all agent tokens, no gradient."""
     branches = critic.values == "token"
     values = torch.zeros(len(batch.old_logprobs) if branches else len(batch.turn_lengths))
-    starts = batch.starts if branches else [0, *itertools.accumulate(batch.turns)][:-1]
+    starts = batch.starts if branches else begins(batch.turns)
     with torch.no_grad():
         for micro in microbatches(batch.dialogues, starts, tokens_per_batch, branches, critic.model.device, *ranks()):
             values[micro.index] += micro.weight * critic(micro).cpu()
@@ -243,7 +249,7 @@ def check_model(model, think):
         if not think:
             return
         same = False
-        for attention in ("branches", "sdpa") if model.device.type == "cpu" else ("sdpa",):
+        for attention in ("sdpa",) if torch.cuda.is_available() else ("branches", "sdpa"):
             try:
                 model.set_attn_implementation(attention)
                 if same := close(hidden_states(model, micro)[-2:], alone[0, -3:-1]):
@@ -281,17 +287,18 @@ def estimate(critic, batch, cfg):
 def update(policy, critic, optimizers, batch, cfg, rng, ref_policy=None, train_policy=True):
     """One PPO step on one rollout. Returns metrics averaged over agent tokens."""
     advantages, values, returns, metrics = estimate(critic, batch, cfg)
-    metrics.update(update_critic(critic, optimizers["critic"], batch, values, returns, cfg, rng))
-    if train_policy:
+    if train_policy:                                               # first: where engine and learner differ, nothing is updated
         metrics.update(update_policy(policy, optimizers["policy"], batch, advantages, cfg, rng, ref_policy))
+    else:
+        metrics.update(check_engine(rescore(policy, batch, cfg) - batch.old_logprobs, cfg))
+    metrics.update(update_critic(critic, optimizers["critic"], batch, values, returns, cfg, rng))
     return metrics
 
 
 def update_critic(critic, optimizer, batch, old_values, returns, cfg, rng):
     branches, starts, device = critic.values == "token", batch.starts, critic.model.device
     if not branches:                                               # one target per turn: the return at its first token
-        starts = [0, *itertools.accumulate(batch.turns)][:-1]
-        first = torch.tensor([0, *itertools.accumulate(batch.turn_lengths)][:-1])
+        starts, first = begins(batch.turns), torch.tensor(begins(batch.turn_lengths))
         old_values, returns = old_values[first], returns[first]
     total, norms, (rank, world) = torch.zeros(1), [], ranks()
     critic.train()
@@ -349,66 +356,58 @@ def minibatches(batch, cfg, rng, sizes):
 
 def update_policy(policy, optimizer, batch, advantages, cfg, rng, ref_policy=None):
     """The clipped policy update that PPO and GRPO share. advantages: (N,), as they enter the loss."""
-    sums = dict.fromkeys(("pg_loss", "entropy", "approx_kl", "approx_kl_k1", "clipfrac", "ref_kl", "tis_capped", "tokens"), 0.0)
-    first = dict.fromkeys(("mismatch", "mismatch_kl", "tokens"), 0.0)                  # before the first step: engine against learner
-    largest, norms, (rank, world) = torch.zeros(2), [], ranks()                        # mismatch, ratio
-    each_dialogue = cfg.loss_norm == "dialogue"                                        # all weigh alike, however long
-    share = torch.repeat_interleave(1 / torch.tensor(batch.tokens), torch.tensor(batch.tokens)) if each_dialogue else None
+    sums, gaps, ratio_max, norms, (rank, world) = Counter(), [torch.zeros(0)], torch.zeros(1), [], ranks()
+    sizes, lengths = [1] * len(batch.tokens) if cfg.loss_norm == "dialogue" else batch.tokens, torch.tensor(batch.tokens)
+    share = torch.repeat_interleave(torch.tensor(sizes) / lengths, lengths)            # (N,) weight of a token in the loss
     rewards = batch.per_token(batch.turn_rewards)
     all_old_logprobs = rescore(policy, batch, cfg) if cfg.tis_cap else batch.old_logprobs
     policy.train()
-    for number, (members, size) in enumerate(minibatches(batch, cfg, rng, [1] * len(batch.dialogues) if each_dialogue else batch.tokens)):
+    optimizer.zero_grad()
+    for number, (members, size) in enumerate(minibatches(batch, cfg, rng, sizes)):
         for micro in microbatches([batch.dialogues[i] for i in members], [batch.starts[i] for i in members], cfg.tokens_per_batch,
                                   device=policy.device, rank=rank, world=world):
             logprobs, entropy = token_logprobs(policy, micro, cfg.temperature, entropy_grad=cfg.ent_coef > 0)
-            engine_logprobs, old_logprobs, adv = (x[micro.index].to(logprobs.device) for x in (batch.old_logprobs, all_old_logprobs, advantages))
+            engine_logprobs, old_logprobs, adv, reward, weight = (
+                x[micro.index].to(logprobs.device) for x in (batch.old_logprobs, all_old_logprobs, advantages, rewards, share))
             pg_loss, clipped = policy_loss(logprobs, old_logprobs, adv, cfg.clip_eps, cfg.clip_high)
-            if cfg.tis_cap:
-                weights = importance_weights(old_logprobs, engine_logprobs, cfg.tis_cap)
-                pg_loss, capped = pg_loss * weights, weights >= cfg.tis_cap
-            loss = pg_loss - cfg.ent_coef * entropy - cfg.imitation_coef * rewards[micro.index].to(logprobs.device) * logprobs
+            tis = importance_weights(old_logprobs, engine_logprobs, cfg.tis_cap or math.inf)     # all 1 where they are the same numbers
+            pg_loss = pg_loss * tis
+            loss = pg_loss - cfg.ent_coef * entropy - cfg.imitation_coef * reward * logprobs
+            ref_logprobs = logprobs.detach()
             if ref_policy is not None:
                 with torch.no_grad():
                     ref_logprobs, _ = token_logprobs(ref_policy, micro, cfg.temperature)
                 # k2 is the estimator whose gradient is that of KL(policy || ref); the unbiased k3 is what we report
                 loss = loss + cfg.kl_coef * 0.5 * (logprobs - ref_logprobs) ** 2
             name_nan({"logprobs": logprobs, "advantages": adv, "entropy": entropy, "loss": loss}, micro, batch, batch.starts)
-            loss = loss * share[micro.index].to(loss.device) if each_dialogue else loss
-            (loss.sum() * micro.weight * world / size).backward()  # FSDP averages the ranks' gradients; we want their sum
-            if not micro.weight:
-                continue
+            ((loss * weight).sum() * micro.weight * world / size).backward()   # FSDP averages the ranks' gradients; we want their sum
             with torch.no_grad():
-                if number == 0:
-                    gap = (logprobs - engine_logprobs).abs()
-                    first["mismatch"] += gap.sum().item()
-                    first["mismatch_kl"] += kl_k3(engine_logprobs, logprobs).sum().item()
-                    first["tokens"] += len(gap)
-                    largest[0] = max(largest[0], gap.max().item())
-                sums["pg_loss"] += pg_loss.sum().item()
-                sums["entropy"] += entropy.sum().item()
-                sums["approx_kl"] += kl_k3(old_logprobs, logprobs).sum().item()
-                sums["approx_kl_k1"] += kl_k1(old_logprobs, logprobs).sum().item()
-                sums["clipfrac"] += clipped.sum().item()
-                sums["ref_kl"] += kl_k3(logprobs, ref_logprobs).sum().item() if ref_policy is not None else 0.0
-                sums["tis_capped"] += capped.sum().item() if cfg.tis_cap else 0.0
-                sums["tokens"] += len(logprobs)
-                largest[1] = max(largest[1], (logprobs - old_logprobs).clamp(max=20).exp().max().item())
+                if number == 0 and micro.weight:                   # before the first step engine and learner hold the same weights
+                    gaps.append((logprobs - engine_logprobs).cpu())
+                ratio_max = torch.max(ratio_max, (logprobs - old_logprobs).clamp(max=20).exp().max().cpu())
+                for name, per_token in {"tokens": torch.ones_like(logprobs), "pg_loss": pg_loss, "entropy": entropy, "clipfrac": clipped,
+                                        "approx_kl": kl_k3(old_logprobs, logprobs), "approx_kl_k1": kl_k1(old_logprobs, logprobs),
+                                        "ref_kl": kl_k3(logprobs, ref_logprobs), "tis_capped": tis >= (cfg.tis_cap or math.inf)}.items():
+                    sums[name] += per_token.sum().item() * micro.weight
         if number == 0:
-            metrics = means(first)
-            if not metrics["mismatch"] <= cfg.max_mismatch:        # NaN is a mismatch too
-                optimizer.zero_grad()
-                raise ValueError(f"engine and learner differ by {metrics['mismatch']:.3g} nats a token (--max-mismatch {cfg.max_mismatch}): "
-                                 "the engine does not sample from the weights that are trained; no update was made")
+            metrics = check_engine(torch.cat(gaps), cfg)
         norms.append(apply_gradients(policy, optimizer, cfg))
-    mismatch_max, ratio_max = over_ranks(largest, "max").tolist()
-    return {**means(sums), **metrics, "mismatch_max": mismatch_max, "ratio_max": ratio_max, "grad_norm": sum(norms) / len(norms)}
-
-
-def means(sums):
-    """Each sum over all ranks' tokens, divided by their number."""
     total = dict(zip(sums, over_ranks(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()))
     tokens = total.pop("tokens")
-    return {name: value / tokens for name, value in total.items()}
+    return {**{name: value / tokens for name, value in total.items()}, **metrics, "ratio_max": over_ranks(ratio_max, "max").item(),
+            "grad_norm": sum(norms) / len(norms)}
+
+
+def check_engine(gap, cfg):
+    """How far engine and learner differ before the step's first update. gap: (n,) log-prob by the learner minus the engine's.
+    Returns mean and largest difference and the k3 KL. ValueError above --max-mismatch: then the replies are not this policy's."""
+    gap = gap.double()
+    absolute, kl, tokens = over_ranks(torch.stack([gap.abs().sum(), kl_k3(torch.zeros_like(gap), gap).sum(), torch.tensor(float(len(gap)))])).tolist()
+    if not absolute / tokens <= cfg.max_mismatch:                  # NaN is a mismatch too
+        raise ValueError(f"engine and learner differ by {absolute / tokens:.3g} nats a token (--max-mismatch {cfg.max_mismatch}): "
+                         "the engine does not sample from the weights that are trained; no update was made")
+    return {"mismatch": absolute / tokens, "mismatch_kl": kl / tokens,
+            "mismatch_max": over_ranks(torch.cat([gap.abs(), torch.zeros(1)]).max(), "max").item()}
 
 
 def rescore(policy, batch, cfg):

@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import time
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,7 +33,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 
-from simulator import PROMPTS, Reaction, Scenario, SimulatorFailed, language_of
+from simulator import PROMPTS, Reaction, Scenario, SimulatorFailed, language_of, seed_of
 
 logging.disable_progress_bar()          # loading and saving a checkpoint would break into the bar of the run
 THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
@@ -83,12 +82,10 @@ class Dialogue:
 
     def to_dict(self):
         """One transcript line: all that evaluate.py needs to score, verify and show the dialogue."""
+        unfelt = Reaction(None, None, "", "", None, raw=self.error_raw)           # said to a user that then failed
         turns = [dict(thought=t.thought, reply=t.reply, format_ok=t.format_ok, finish=t.finish, tokens=len(t.ids), thought_tokens=t.thought_len,
                       change=r.change, emotion=r.emotion, act=r.act, inner=r.inner, raw=r.raw, flags=r.flags, user=r.message)
-                 for t in self.turns if (r := t.reaction)]
-        turns += [dict(thought=t.thought, reply=t.reply, format_ok=t.format_ok, finish=t.finish, tokens=len(t.ids), thought_tokens=t.thought_len,
-                       change=None, emotion=None, act=None, inner="", raw=self.error_raw, flags=[], user="")
-                  for t in self.turns if t.reaction is None and self.end_reason == "simulator_failed"]     # said, but never felt
+                 for t in self.turns if (r := t.reaction or (self.end_reason == "simulator_failed" and unfelt))]
         return dict(scenario=self.scenario.id, event=self.scenario.event, intention=self.scenario.intention,
                     character=self.scenario.character, repetition=self.repetition, seed=self.seed, think=self.think,
                     start_emotion=self.start_emotion, max_turns=self.max_turns, opening=self.opening,
@@ -676,11 +673,6 @@ def system_prompt(think, language="en"):
     return (PROMPTS / language / f"policy.{'think' if think else 'plain'}.txt").read_text(encoding="utf-8").strip()
 
 
-def seed_of(*parts):
-    """A 32-bit seed from whatever identifies it: the same parts give the same numbers on every machine."""
-    return zlib.crc32("/".join(map(str, parts)).encode())
-
-
 def uses_vllm(name):
     """Whether --engine `name` is vLLM: "vllm", or "auto" where there is a GPU and vLLM. ValueError where it is not installed."""
     found = importlib.util.find_spec("vllm") is not None
@@ -689,11 +681,11 @@ def uses_vllm(name):
     return name == "vllm" or name == "auto" and found and torch.cuda.is_available()
 
 
-def make_engine(name, model_path, model, end_ids, max_new_tokens, temperature, **vllm):
+def make_engine(name, model_path, model, end_ids, max_new_tokens, temperature, max_context=None, **vllm):
     """name: "hf", "vllm" or "auto", see uses_vllm(). The HF engine samples from `model` itself."""
     if uses_vllm(name):
-        return VLLMEngine(model_path, end_ids, max_new_tokens, temperature, **vllm)
-    return HFEngine(model, end_ids, max_new_tokens, temperature)
+        return VLLMEngine(model_path, end_ids, max_new_tokens, temperature, max_context, **vllm)
+    return HFEngine(model, end_ids, max_new_tokens, temperature, max_context)
 
 
 def play_scenarios(model_path, scenarios, make_user, think, temperature, max_new_tokens, max_turns,

@@ -160,6 +160,11 @@ class Reaction:
     flags: list = field(default_factory=list)    # countable facts: "unparsed", "out_of_range", "repeat", "garbled", ...
 
 
+def seed_of(*parts):
+    """A 32-bit seed from whatever identifies it: the same parts give the same numbers on every machine."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
 # ---- reading what an LLM user writes -----------------------------------------------------------------------------------
 # Tolerant of form, strict about what may become a number or a message (the table in tests/test_simulator.py shows each rule).
 #  1) A heading counts only at a line's start. The closing section (Change, or Response) must come last; where it stands
@@ -411,10 +416,9 @@ class LLMSimulator:
 
     TRIES = 3
 
-    def __init__(self, scenario, client, difficulty="challenging", language=None, start_emotion=40, max_turns=9, seed=0):
+    def __init__(self, scenario, client, difficulty="challenging", start_emotion=40, max_turns=9, seed=0):
         self.scenario, self.client, self.difficulty, self.max_turns, self.seed = scenario, client, difficulty, max_turns, seed
-        self.language = language or language_of(scenario)
-        self.emotion = self.start_emotion = start_emotion
+        self.language, self.emotion = language_of(scenario), start_emotion
         self.messages = []                      # user, agent, user, ...: what was said aloud
         self.opening_raw = []                   # what the LLM wrote for an invented opening
 
@@ -467,7 +471,7 @@ class LLMSimulator:
         while attempt < self.TRIES:
             form = self.client.format
             text = prompt(self.language, call).substitute(self._places(form, attempt, emotion, felt))
-            seed = zlib.crc32(f"{self.seed}/{self.scenario.id}/{len(self.messages)}/{call}/{attempt}".encode()) >> 1
+            seed = seed_of(self.seed, self.scenario.id, len(self.messages), call, attempt) >> 1      # some endpoints want 31 bits
             try:
                 raw.append(self.client.ask(text, headings, seed, form))
             except SimulatorFailed as error:
@@ -748,7 +752,7 @@ def add_simulator_flags(group):
     add("--simulator-format", "sections", "sections: free text under headings (paper); json: the endpoint enforces a JSON schema",
         choices=("sections", "json"))
     add("--simulator-cache", "", "JSONL file that keeps every answer; what stands in it is never asked (or paid) again")
-    add("--simulator-concurrency", 64, "calls in flight at most, over all dialogues of this process")
+    add("--simulator-concurrency", 64, "calls in flight at most, over all dialogues and torchrun's ranks of one node")
     add("--simulator-timeout", 60.0, "seconds without a sign of life after which a call is tried again")
     add("--simulator-max-tokens", 2048, "tokens of one answer at most; a longer one is cut and asked for again")
     add("--simulator-price-in", 0.0, "price of a million tokens sent, for simulator_cost")
@@ -776,11 +780,12 @@ def users_of(args):
     for name in ("concurrency", "timeout", "max_tokens"):
         if not getattr(args, f"simulator_{name}") > 0:
             raise ValueError(f"--simulator-{name.replace('_', '-')} must be above 0, not {getattr(args, f'simulator_{name}')}")
-    client = LLMClient(args.simulator_model, args.simulator_url, args.simulator_format, args.simulator_cache, args.simulator_concurrency,
-                       args.simulator_timeout, args.simulator_max_tokens, (args.simulator_price_in, args.simulator_price_out))
+    share = max(1, args.simulator_concurrency // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    client = LLMClient(args.simulator_model, args.simulator_url, args.simulator_format, args.simulator_cache, share, args.simulator_timeout,
+                       args.simulator_max_tokens, (args.simulator_price_in, args.simulator_price_out))
     client.probe()
     args.simulator_format = client.format
-    return lambda scenario, *rules: LLMSimulator(scenario, client, args.difficulty, None, *rules), client
+    return lambda scenario, *rules: LLMSimulator(scenario, client, args.difficulty, *rules), client
 
 
 # ---- the scripted user ----------------------------------------------------------------------------------------------
@@ -788,7 +793,6 @@ def users_of(args):
 FOCUS = {"praise": "own", "reflection": "own", "support": "others", "motives": "others",
          "listening": "whole", "analysis": "whole", "empathy": "now", "advice": "now"}
 STANCE = {name: "feeling" if name in ("praise", "empathy", "listening", "support") else "thinking" for name in INTENTIONS}
-NEED = {(FOCUS[name], STANCE[name]): name for name in INTENTIONS}    # the two hints together name the intention
 
 
 @lru_cache
@@ -1040,7 +1044,6 @@ def play_reference(name, scenario, difficulty="challenging", start_emotion=40, m
         reaction = user.hear(reply)
         message, end = reaction.message, reaction.end_reason
     return user.emotion
-
 
 
 # ---- be the agent yourself -----------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def parse_args(argv=None):
     add(policy, "--engine-memory", 0.5, "vllm: share of the GPU's memory for its weights and cache")
     add(policy, "--engine-sleep", False, "vllm on a GPU: free that memory during the update", action="store_true")
     add(policy, "--tensor-parallel", 1, "vllm under torchrun: ranks that hold one engine together, for a model larger than a GPU")
-    add(policy, "--max-context", 0, "vllm: tokens of the longest dialogue, 0 = all that the model can")
+    add(policy, "--max-context", 0, "tokens of the longest dialogue, 0 = all that the model can")
     add(policy, "--lora-rank", 0, "train LoRA adapters of this rank on every linear layer instead of all weights (pip install peft); 0 = all weights")
     add(policy, "--dialogues-per-step", 32, "dialogues of one step over all groups, paper B.3 (GRPO there: 32 groups)")
     add(policy, "--group-size", 4, "GRPO: dialogues of one scenario and opening, paper B.3")
@@ -196,7 +196,9 @@ def main(argv=None):
     newest = checkpoints(run)[-1:] if args.resume else []
     home = "cpu" if world > 1 else best_device()                     # where many ranks shard a model no GPU ever holds all of it
     policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0], device=home)
-    ppo.check_model(policy, args.think)
+    ref_policy = load_policy(args.model, device=home)[0].eval() if args.kl_coef else None
+    for model in filter(None, (policy, ref_policy)):
+        ppo.check_model(model, args.think)
     chat = ChatTokens(tokenizer)
     engine = make_engine(args.engine, newest[0] if newest else args.model,
                          copy.deepcopy(policy).to(best_device()) if world > 1 and not uses_vllm(args.engine) else policy, chat.end_ids,
@@ -207,7 +209,6 @@ def main(argv=None):
     if args.lora_rank:
         add_lora(policy, args.lora_rank)
     critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
-    ref_policy = load_policy(args.model, device=home)[0].eval() if args.kl_coef else None
     sampler = Sampler(scenarios, args.seed)
     rng, system = random.Random(args.seed), system_prompt(args.think, language_of(scenarios[0]))
     saved = load_weights(run, policy, critic) if args.resume else None
@@ -233,7 +234,7 @@ def main(argv=None):
         for step in bar:
             began = time.perf_counter()
             lr = set_learning_rates(optimizers, args, step)
-            before = copy.deepcopy(sampler.state())
+            before = sampler.state()
             dialogues = sampler.next(args, step)                                                     # 1. who talks today
             user_of = lambda d: make_user(d.scenario, d.start_emotion, d.max_turns, seed_of("user", args.seed, step, d.group))
             seconds = play(engine, chat, dialogues, user_of, system, pool)                           # 2. talk; the user feels
@@ -262,7 +263,7 @@ def main(argv=None):
             engine.sync(plain_weights(policy) if separate else ())
             seconds["update"] = time.perf_counter() - updated
             metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version,
-                       **(over_ranks_summed(client.take_counts()) if client else {})}
+                       **(summed(client.take_counts()) if client else {})}
             stopping = bool(ppo.over_ranks(torch.tensor([len(caught)]), "max").item())
             saving = stopping or (step + 1) % args.save_every == 0 or step + 1 == args.steps
             if saving and held_out:
@@ -323,13 +324,9 @@ def shard(model):
     register_fsdp_forward_method(model, "whole")
 
 
-def over_ranks_summed(counts):
+def summed(counts):
     """Counters of all ranks together."""
-    if ppo.ranks()[1] == 1:
-        return counts
-    every = [None] * ppo.ranks()[1]
-    dist.all_gather_object(every, counts)
-    return {name: sum(own[name] for own in every) for name in counts}
+    return dict(zip(counts, ppo.over_ranks(torch.tensor([*counts.values()], dtype=torch.float64)).tolist()))
 
 
 def play(engine, chat, dialogues, make_user, system, pool=None):
@@ -413,12 +410,17 @@ class Sampler:
         return dialogues
 
     def state(self):
-        version, internal, gauss = self.rng.getstate()
-        return {"left": self.left, "rng": [version, list(internal), gauss]}
+        return {"left": list(self.left), "rng": self.rng.getstate()}
 
     def restore(self, state):
-        self.left = state["left"]
-        self.rng.setstate((state["rng"][0], tuple(state["rng"][1]), state["rng"][2]))
+        self.left = list(state["left"])
+        restore_random(self.rng, state["rng"])
+
+
+def restore_random(rng, state):
+    """setstate() of what getstate() gave, which JSON has turned from tuples into lists."""
+    version, internal, gauss = state
+    rng.setstate((version, tuple(internal), gauss))
 
 
 def make_optimizers(policy, critic, args):
@@ -556,7 +558,6 @@ def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, op
         return
 
     def trainer_state(folder):
-        version, internal, gauss = rng.getstate()
         (folder / "trainer").mkdir()
         if adapter:                                  # in peft's format: PeftModel.from_pretrained(base, folder / "adapter")
             policy.peft_config["default"].save_pretrained(folder / "adapter")
@@ -564,7 +565,7 @@ def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, op
                       folder / "adapter" / "adapter_model.safetensors")
         (folder / "trainer" / "state.json").write_text(json.dumps(
             {"step": step, "best": best, "weight_version": engine.weight_version, "sampler": sampler.state(),
-             "rng": [version, list(internal), gauss]}))
+             "rng": rng.getstate()}))
         torch.save(tensors, folder / "trainer" / "state.pt")
 
     folder = run / "checkpoints" / f"step-{step:06d}"
@@ -615,7 +616,7 @@ def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
                                      options=StateDictOptions(full_state_dict=True))
     torch.set_rng_state(tensors["torch_rng"])
     sampler.restore(state["sampler"])
-    rng.setstate((state["rng"][0], tuple(state["rng"][1]), state["rng"][2]))
+    restore_random(rng, state["rng"])
     log = run / "metrics.jsonl"
     if ppo.ranks()[0] == 0:
         write_whole(log, "".join(line + "\n" for line in log.read_text().splitlines()[:state["step"]]))

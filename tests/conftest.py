@@ -38,6 +38,16 @@ def model(tokenizer):
     return sft.build_model(tokenizer, hidden=32, layers=2).eval()
 
 
+@pytest.fixture(scope="session")
+def policy(tokenizer, tmp_path_factory):
+    """The folder of a saved random model."""
+    folder = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    sft.build_model(tokenizer, hidden=32, layers=2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def official():
     if not OFFICIAL.exists():

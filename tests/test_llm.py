@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
+from test_train import torchrun
 
 import evaluate
 import simulator
@@ -177,7 +177,7 @@ def client_of(endpoint, **settings):
 
 
 def user_of(endpoint, scenario=EN, max_turns=9, client=None, difficulty="challenging", seed=0, **settings):
-    return LLMSimulator(scenario, client or client_of(endpoint, **settings), difficulty, None, 40, max_turns, seed)
+    return LLMSimulator(scenario, client or client_of(endpoint, **settings), difficulty, 40, max_turns, seed)
 
 
 def talk(user, replies=None):
@@ -713,7 +713,7 @@ def test_rollout_counts_the_calls_of_many_dialogues_and_a_failed_one_keeps_its_r
     endpoint.plan, client = plan, client_of(endpoint)
     people = [dataclasses.replace(EN, id=f"p{k}", persona=f"Person {k}") for k in range(8)]
     dialogues = [Dialogue(person, False, seed, start_emotion=40, max_turns=3) for seed, person in enumerate(people)]
-    rollout(InstantEngine(chat), chat, dialogues, lambda d: LLMSimulator(d.scenario, client, "vanilla", None, 40, 3, d.seed), "Be kind.", client.pool)
+    rollout(InstantEngine(chat), chat, dialogues, lambda d: LLMSimulator(d.scenario, client, "vanilla", 40, 3, d.seed), "Be kind.", client.pool)
     assert [d.end_reason for d in dialogues] == ["max_turns"] * 2 + ["simulator_failed"] + ["max_turns"] * 5
     assert [d.emotion for d in dialogues if not d.failed] == [55] * 7 and len(endpoint.requests) == 7 * 5 + 1 + 3
     lost = dialogues[2].to_dict()
@@ -725,17 +725,6 @@ def test_rollout_counts_the_calls_of_many_dialogues_and_a_failed_one_keeps_its_r
     assert (result["n"], result["failed"], result["incomplete"], result["score"]) == (7, 1, True, 55)
     checked = evaluate.verify(transcripts)
     assert (checked["transitions"], checked["transitions_ok"], checked["faults"]) == (21, 21, [])
-
-
-@pytest.fixture(scope="module")
-def policy(tokenizer, tmp_path_factory):
-    """The folder of a saved random model."""
-    import sft
-    folder = tmp_path_factory.mktemp("policy")
-    torch.manual_seed(0)
-    sft.build_model(tokenizer, hidden=32, layers=2).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def train_flags(policy, endpoint, *more):
@@ -867,6 +856,18 @@ def test_the_policy_speaks_the_language_of_the_scenarios_and_never_sees_the_wish
             asked.append(self.chat.tokenizer.decode(prompt_ids))
             super().submit(key, prompt_ids, seed)
     dialogue = Dialogue(EN, False, 0, start_emotion=40, max_turns=3)
-    rollout(Listening(chat), chat, [dialogue], lambda d: LLMSimulator(d.scenario, client, "challenging", None, 40, 3, 0), "Be kind.", client.pool)
+    rollout(Listening(chat), chat, [dialogue], lambda d: LLMSimulator(d.scenario, client, "challenging", 40, 3, 0), "Be kind.", client.pool)
     assert len(asked) == 3 and not any(INTENTIONS["praise"][0][:20] in text or EN.background in text for text in asked)
     assert parse_reply(dialogue.turns[0].reaction.raw[-1]) in asked[1]
+
+
+def test_two_ranks_share_the_limit_of_calls_and_log_the_calls_of_both(endpoint, policy, tmp_path, monkeypatch):
+    endpoint.plan = by_the_reply
+    done = torchrun(tmp_path, train_flags(policy, endpoint, "--start-emotion", "60", "--steps", "1", "--simulator-concurrency", "2"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    row, = metrics_of(tmp_path / "runs" / "x")
+    # 4 dialogues x 2 turns: 4 appraisals and 4 replies, then 4 closing appraisals; each rank's probe came before the step's count
+    assert row["dialogues"] == 4 and row["failed"] == 0 and row["simulator_calls"] == 4 * 3 + 2 == len(endpoint.requests)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    args = train.parse_args(train_flags(policy, endpoint, "--simulator-concurrency", "16"))
+    assert simulator.users_of(args)[1].in_flight._value == 4

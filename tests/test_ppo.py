@@ -870,6 +870,14 @@ def test_a_model_packs_like_flat_turns_or_is_refused_in_one_line(name, more, fit
     torch.testing.assert_close(packed, alone(model, dialogues)[0].detach(), rtol=1e-4, atol=1e-4)
 
 
+def test_branch_attention_is_taken_on_a_cpu_and_never_where_there_is_a_gpu(model, monkeypatch):
+    ppo.check_model(model, True)
+    assert model.config._attn_implementation == "branches"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)            # also for a model that waits in memory to be sharded
+    ppo.check_model(model, True)
+    assert model.config._attn_implementation == "sdpa"
+
+
 # ---- the critic ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("think", [True, False])

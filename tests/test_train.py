@@ -1,10 +1,12 @@
 """train.py: flags, the loop's run folder, resume, equal runs, who talks when. Every run here is of a random 50k-parameter model."""
 import argparse
+import copy
 import json
 import math
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,17 +34,6 @@ PERSON = Scenario("exam/praise", "exam", "a persona", "a background", "passive",
 
 
 # ---- helpers -------------------------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope="module")
-def policy(tokenizer, tmp_path_factory):
-    """The folder of a saved random model."""
-    import sft
-    folder = tmp_path_factory.mktemp("policy")
-    torch.manual_seed(0)
-    sft.build_model(tokenizer, hidden=32, layers=2).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
@@ -509,7 +500,26 @@ def test_the_micro_batch_size_changes_memory_and_not_the_run(here, policy):
 def test_warm_up_of_the_critic_leaves_the_policy_alone(here, policy):
     folder = run(policy, "run", "--critic-warmup", "1")
     assert equal(weights(folder, 1), load_policy(policy)[0].state_dict()) and not equal(weights(folder, 1), weights(folder, 2))
-    assert "v_loss" in metrics(folder)[0]
+    first = metrics(folder)[0]
+    assert "v_loss" in first and "pg_loss" not in first and 0 <= first["mismatch"] <= first["mismatch_max"] < 1e-3 and first["mismatch_kl"] < 1e-6
+
+
+@pytest.mark.parametrize("warmup", ["0", "1"])
+def test_an_engine_of_other_weights_stops_the_run_before_policy_or_critic_is_touched(here, policy, monkeypatch, warmup):
+    estimate, critics = ppo.estimate, []
+    monkeypatch.setattr(ppo, "estimate", lambda critic, *args: (critics.append((critic, copy.deepcopy(critic.state_dict()))), estimate(critic, *args))[1])
+    monkeypatch.setattr(rollout.HFEngine, "_sample", lambda self, logits, uniform, sample=rollout.HFEngine._sample: sample(self, 3 * logits, uniform))
+    with pytest.raises(ValueError, match="--max-mismatch 0.01.*no update was made"):
+        run(policy, "run", "--critic-warmup", warmup, "--max-mismatch", "0.01")
+    critic, before = critics[0]
+    assert equal(critic.state_dict(), before) and not (Path("runs/run") / "metrics.jsonl").exists()
+
+
+def test_a_run_folder_that_vanishes_ends_the_run_with_one_line(here, policy, monkeypatch, capsys):
+    sync = rollout.HFEngine.sync
+    monkeypatch.setattr(rollout.HFEngine, "sync", lambda self, *args: (sync(self, *args), shutil.rmtree("runs/run", ignore_errors=True)))
+    code, err = command_line(monkeypatch, capsys, *flags(policy, "run", steps=2))
+    assert code == 2 and "runs/run" in err and "Traceback" not in err and err.count("train.py: error") == 1
 
 
 def failing_users(monkeypatch, fails):
