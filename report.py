@@ -290,8 +290,8 @@ def html_judged(results):
         return ""
     abilities = dict.fromkeys(ability for judge in judged.values() for ability in judge["abilities"])
     table = [("ability, 1 to 5", *judged)] + [(ability, *(evaluate.with_se(judge["abilities"].get(ability)) for judge in judged.values())) for ability in abilities]
-    return (legend(judged) + f'<div class="two">{html_table(table)}{svg_plane(judged)}</div>'
-            + f'<p class="fine">{escape("; ".join(f"{name}: judged by {judge["model"]}, {judge["failed"]} of {judge["asked"]} answers could not be used" for name, judge in judged.items()))}</p>')
+    said = "; ".join(f"{name}: judged by {judge['model']}, {judge['failed']} of {judge['asked']} answers could not be used" for name, judge in judged.items())
+    return f'{legend(judged)}<div class="two">{html_table(table)}{svg_plane(judged)}</div><p class="fine">{escape(said)}</p>'
 
 
 def svg_plane(judged, size=340):
