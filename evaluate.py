@@ -100,7 +100,9 @@ def score(args):
                                                                args.max_turns, args.seed) for scenario in scenarios])
                           for name in simulator.REFERENCE_PLAYERS}
         transcripts = play(args, scenarios, make_user, client, settings)
-    judged = {"judge": judge.judge_dialogues(judging, transcripts, args.seed)} if judging else {}
+    judged = {}
+    if judging:  # before the summary: its strategy table uses the judge's labels
+        judged = {"judge": judge.judge_dialogues(judging, transcripts, args.seed) | {"calls": judging.take_counts()}}
     if args.save_transcripts:
         write_lines(args.save_transcripts, transcripts)
     result = (summarize(transcripts, settings, references) | judged | (verify(transcripts) if args.verify else {})
@@ -115,7 +117,7 @@ def score(args):
         result["per_seed"] = {seed: mean(finals) for seed, finals in seeds.items()}
     if args.rerun:
         old = json.loads(Path(args.rerun).read_bytes())
-        result["rerun_differs"] = sorted(key for key in result.keys() & old.keys() - {"settings", "simulator", "rerun_differs"} if result[key] != old[key])
+        result["rerun_differs"] = sorted(key for key in result.keys() & old.keys() - {"settings", "simulator", "judge", "rerun_differs"} if result[key] != old[key])
     return result
 
 
@@ -468,19 +470,20 @@ def wilson(percent, n, z=1.96):
     return [100 * max(0.0, (centre - half) / (1 + z * z / n)), 100 * min(1.0, (centre + half) / (1 + z * z / n))]
 
 
+def differing(a, b, keys):
+    """{setting: (in a, in b)} where two settings differ."""
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+
+
 def compare(a, b, force=False, resamples=10_000, seed=0):
     """b - a on the scenarios that both have: paired bootstrap over scenarios, whose repetitions are averaged first.
 
     a, b: results of summarize(). p: twice the smaller share of resampled differences on one side of 0 (at most 1; never 0).
     ValueError if the users were different people (SIMULATOR_SIDE), unless forced, or if nothing is shared.
     """
-    def differing(keys):
-        return {key: (a["settings"].get(key), b["settings"].get(key)) for key in keys
-                if a["settings"].get(key) != b["settings"].get(key)}
-
     def say(pairs):
         return ", ".join(f"{key} {str(x)[:24]} / {str(y)[:24]}" for key, (x, y) in pairs.items())
-    mixed = {key: pair for key, pair in differing(SIMULATOR_SIDE).items() if None not in pair}
+    mixed = {key: pair for key, pair in differing(a["settings"], b["settings"], SIMULATOR_SIDE).items() if None not in pair}
     if mixed and not force:
         raise ValueError(f"not comparable, the simulated users differ: {say(mixed)} (--force compares all the same)")
     unknown = [key for key in SIMULATOR_SIDE if None in (a["settings"].get(key), b["settings"].get(key))]
@@ -495,8 +498,8 @@ def compare(a, b, force=False, resamples=10_000, seed=0):
         raise ValueError("nothing to compare: the two results share no scored scenario")
     notes = [mixed and f"WARNING: THE SIMULATED USERS DIFFER, no fair comparison: {say(mixed)}",
              unknown and f"not recorded, so not checked: {', '.join(unknown)}",
-             differing(AGENT_SIDE) and f"the policies' settings differ: {say(differing(AGENT_SIDE))}",
-             a.get("judge") and b.get("judge") and differing(JUDGE_SIDE) and f"THE JUDGES DIFFER: {say(differing(JUDGE_SIDE))}",
+             differing(a["settings"], b["settings"], AGENT_SIDE) and f"the policies' settings differ: {say(differing(a["settings"], b["settings"], AGENT_SIDE))}",
+             a.get("judge") and b.get("judge") and differing(a["settings"], b["settings"], JUDGE_SIDE) and f"THE JUDGES DIFFER: {say(differing(a["settings"], b["settings"], JUDGE_SIDE))}",
              (a["incomplete"] or b["incomplete"]) and "INCOMPLETE: failed dialogues are left out",
              f"{len(shared)} scenarios in both; left out: {left_out[0]} only in A, {left_out[1]} only in B"]
     comparison = {"n": len(shared), "left_out": left_out, "notes": [note for note in notes if note]}

@@ -152,8 +152,16 @@ def html_table(rows):
     return f'<div class="wide"><table><thead>{cells(rows[0], "th")}</thead><tbody>{"".join(cells(row, "td") for row in rows[1:])}</tbody></table></div>'
 
 
+def warning(results):
+    """Said at every plot that shows two results which no table may mix: their users were different people."""
+    settings = [result["settings"] for result in results.values()]
+    mixed = evaluate.differing(*settings, evaluate.SIMULATOR_SIDE) if len(settings) == 2 else {}
+    mixed = [key for key, values in mixed.items() if None not in values]
+    return f'<p class="warn">Not comparable: the simulated users differ ({escape(", ".join(mixed))}).</p>' if mixed else ""
+
+
 def legend(results):
-    return '<p class="legend">' + "".join(f'<span class="key k{place % COLOURS}"></span>{escape(name)} ' for place, name in enumerate(results)) + "</p>"
+    return warning(results) + '<p class="legend">' + "".join(f'<span class="key k{place % COLOURS}"></span>{escape(name)} ' for place, name in enumerate(results)) + "</p>"
 
 
 def tiles(results, metrics):
@@ -184,11 +192,11 @@ def html_comparison(results):
     (a, first), (b, second) = results.items()
     try:
         comparison = evaluate.compare(first, second)
-    except ValueError as error:
-        return f'<p class="warn">{escape(str(error))}</p>'
-    rows = [(cell.replace("A", a) if row == 0 and cell == "A" else b if row == 0 and cell == "B" else f"{b} - {a} (95 %)" if row == 0 and "B - A" in cell
-             else cell for cell in cells) for row, cells in enumerate(evaluate.comparison_table(comparison))]
-    return html_table([tuple(row) for row in rows]) + f'<p class="fine">{escape("; ".join(comparison["notes"]))}. Paired bootstrap over scenarios.</p>'
+    except ValueError:
+        return warning(results) or '<p class="warn">Nothing to compare: the two results share no scored scenario.</p>'
+    head, *rows = evaluate.comparison_table(comparison)
+    return (html_table([(head[0], a, b, f"{b} - {a} (95 %)", head[4]), *rows])
+            + f'<p class="fine">{escape("; ".join(comparison["notes"]))}. Paired bootstrap over scenarios.</p>')
 
 
 def html_curves(metrics):
@@ -260,7 +268,7 @@ def html_histogram(results):
     columns = "".join('<div class="bin">' + "".join(
         f'<i class="k{place % COLOURS}" style="height:{100 * share[number] / top:.1f}%" title="{escape(name)}: {share[number]:.1f} % end at {low}{f" to {high}" if high > low else ""}"></i>'
         for place, (name, share) in enumerate(shares.items())) + "</div>" for number, (low, high) in enumerate(BINS))
-    return (legend(finals) + f'<div class="bins" role="img" aria-label="histogram of final emotions">{columns}</div>'
+    return (legend({name: results[name] for name in finals}) + f'<div class="bins" role="img" aria-label="histogram of final emotions">{columns}</div>'
             + '<div class="bins axis">' + "".join(f"<span>{low}</span>" for low, _ in BINS) + f'</div><p class="fine">Points at the end; the highest column is {top:.0f} % of the dialogues.</p>')
 
 
@@ -280,7 +288,7 @@ def html_strategies(results):
             rows.append(f'<tr class="{"first" if not place else ""}"><td>{escape(name) if not place else ""}</td><td class="fine">{escape(source)}</td>'
                         f'<td><div class="bar"><i class="k{place % COLOURS}" style="width:{100 * row["per_dialogue"] / top:.1f}%"></i></div></td><td class="num">{row["per_dialogue"]:.2f}</td>'
                         f'<td><div class="gain">{bar}</div></td><td class="num">{"-" if gain is None else f"{gain:+.2f}"}</td></tr>')
-    return ('<div class="wide"><table class="strategies"><thead><tr><th>strategy</th><th></th><th colspan="2">uses in a dialogue</th><th colspan="2">contribution: mean change, points</th></tr></thead>'
+    return (warning(results) + '<div class="wide"><table class="strategies"><thead><tr><th>strategy</th><th></th><th colspan="2">uses in a dialogue</th><th colspan="2">contribution: mean change, points</th></tr></thead>'
             f'<tbody>{"".join(rows)}</tbody></table></div>')
 
 
@@ -288,10 +296,12 @@ def html_judged(results):
     judged = {name: result["judge"] for name, result in results.items() if result.get("judge")}
     if not judged:
         return ""
+    judges = len({json.dumps([results[name]["settings"].get(key) for key in evaluate.JUDGE_SIDE]) for name in judged})
     abilities = dict.fromkeys(ability for judge in judged.values() for ability in judge["abilities"])
     table = [("ability, 1 to 5", *judged)] + [(ability, *(evaluate.with_se(judge["abilities"].get(ability)) for judge in judged.values())) for ability in abilities]
     said = "; ".join(f"{name}: judged by {judge['model']}, {judge['failed']} of {judge['asked']} answers could not be used" for name, judge in judged.items())
-    return f'{legend(judged)}<div class="two">{html_table(table)}{svg_plane(judged)}</div><p class="fine">{escape(said)}</p>'
+    warn = '<p class="warn">Not comparable: the judges differ.</p>' if judges > 1 else ""
+    return f'{warn}{legend({name: results[name] for name in judged})}<div class="two">{html_table(table)}{svg_plane(judged)}</div><p class="fine">{escape(said)}</p>'
 
 
 def svg_plane(judged, size=340):
