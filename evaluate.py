@@ -483,7 +483,8 @@ def compare(a, b, force=False, resamples=10_000, seed=0):
     """
     def say(pairs):
         return ", ".join(f"{key} {str(x)[:24]} / {str(y)[:24]}" for key, (x, y) in pairs.items())
-    mixed = {key: pair for key, pair in differing(a["settings"], b["settings"], SIMULATOR_SIDE).items() if None not in pair}
+    users, agents, judges = (differing(a["settings"], b["settings"], keys) for keys in (SIMULATOR_SIDE, AGENT_SIDE, JUDGE_SIDE))
+    mixed = {key: pair for key, pair in users.items() if None not in pair}
     if mixed and not force:
         raise ValueError(f"not comparable, the simulated users differ: {say(mixed)} (--force compares all the same)")
     unknown = [key for key in SIMULATOR_SIDE if None in (a["settings"].get(key), b["settings"].get(key))]
@@ -498,8 +499,8 @@ def compare(a, b, force=False, resamples=10_000, seed=0):
         raise ValueError("nothing to compare: the two results share no scored scenario")
     notes = [mixed and f"WARNING: THE SIMULATED USERS DIFFER, no fair comparison: {say(mixed)}",
              unknown and f"not recorded, so not checked: {', '.join(unknown)}",
-             differing(a["settings"], b["settings"], AGENT_SIDE) and f"the policies' settings differ: {say(differing(a["settings"], b["settings"], AGENT_SIDE))}",
-             a.get("judge") and b.get("judge") and differing(a["settings"], b["settings"], JUDGE_SIDE) and f"THE JUDGES DIFFER: {say(differing(a["settings"], b["settings"], JUDGE_SIDE))}",
+             agents and f"the policies' settings differ: {say(agents)}",
+             a.get("judge") and b.get("judge") and judges and f"THE JUDGES DIFFER: {say(judges)}",
              (a["incomplete"] or b["incomplete"]) and "INCOMPLETE: failed dialogues are left out",
              f"{len(shared)} scenarios in both; left out: {left_out[0]} only in A, {left_out[1]} only in B"]
     comparison = {"n": len(shared), "left_out": left_out, "notes": [note for note in notes if note]}

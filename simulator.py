@@ -1068,7 +1068,7 @@ def play_reference(name, scenario, difficulty="challenging", start_emotion=40, m
                   "last message": infer_need([message], rng), "whole history": infer_need(user.user_texts, rng)}[name]
         reply = "..."
         if chosen:
-            reply, core = stock_reply(chosen, (things_in(message) or user.told)[-1], rng, not user.replies, avoid=core)
+            reply, core = stock_reply(chosen, (things_in(message) or user.told or [""])[-1], rng, not user.replies, avoid=core)
         reaction = user.hear(reply)
         message, end = reaction.message, reaction.end_reason
     return user.emotion
