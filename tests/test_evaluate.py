@@ -260,7 +260,8 @@ def test_playing_stores_what_is_needed_to_play_again(capsys, tmp_path, monkeypat
     def play_scenarios(model, scenarios, **options):
         asked.update(options)
         return [types.SimpleNamespace(to_dict=lambda s=s: dialogue([45, 55], s.id)) for s in scenarios]
-    monkeypatch.setitem(sys.modules, "rollout", types.SimpleNamespace(play_scenarios=play_scenarios))
+    monkeypatch.setitem(sys.modules, "rollout", types.SimpleNamespace(play_scenarios=play_scenarios, uses_vllm=lambda name: False,
+                                                                      torch=types.SimpleNamespace(get_num_threads=lambda: 1)))
     monkeypatch.setattr(evaluate.simulator, "REFERENCE_PLAYERS", ("whole history",))
     monkeypatch.setattr(evaluate.simulator, "play_reference", lambda *args: 90)
     (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"id": f"s{number}", "player": "p", "scene": "s", "main_cha": "passive",
@@ -274,23 +275,3 @@ def test_playing_stores_what_is_needed_to_play_again(capsys, tmp_path, monkeypat
     assert result["dialogues"] == [["s0", 0, 55, "max_turns"], ["s1", 0, 55, "max_turns"]]
     again = evaluate.read_result(tmp_path / "t.jsonl")  # the saved transcripts give the same numbers
     assert again["score"] == result["score"] and again["score_ci"] == result["score_ci"] and again["dialogues"] == result["dialogues"]
-
-
-# ---- report ----
-
-def test_the_report_escapes_whatever_was_said_and_needs_no_other_file(tmp_path):
-    attack = "<script>alert('x')</script> $title & </details>"
-    talk = dialogue([45, 55], scenario=attack, opening=attack)
-    talk["turns"][0] |= {"reply": attack, "thought": attack, "inner": attack, "user": attack, "flags": [attack]}
-    (tmp_path / "transcripts").mkdir()
-    save(tmp_path / "transcripts" / "step-000002.jsonl", [talk])
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "score": 20, "format_rate": NaN}\n'
-                                            '{"step": 2, "score": 40.5, "success": 3, "kl": 0}\n')
-    for name in ("before", "after"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(evaluate.summarize([talk], {"model": attack}, {attack: 90})))
-    page = evaluate.write_report(tmp_path).read_text(encoding="utf-8")
-    assert "<script" not in page and "http://" not in page and "https://" not in page and "src=" not in page
-    assert page.count("&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; $title &amp; &lt;/details&gt;") >= 10
-    assert page.count("<figure>") == 3 and "step 2: 40.5" in page and "nan" not in page
-    assert "emotion 45 (+5)" in page and "prefers-color-scheme: dark" in page
-    assert page.count("<details") == page.count("</details>")
