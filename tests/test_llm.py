@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import evaluate
-import report
 import simulator
 import train
 from rollout import Dialogue, Finished, rollout
@@ -770,7 +769,7 @@ def test_training_with_an_llm_user_logs_its_calls_and_keeps_no_key(endpoint, pol
     assert (config["simulator"], config["simulator_model"], config["simulator_url"]) == ("llm", "m", endpoint.url)
     assert not any(KEY.encode() in path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert f"m at {endpoint.url}" in capsys.readouterr().out
-    report.write_report(run)
+    assert "Learning curves" in (run / "report.html").read_text(encoding="utf-8")
     assert evaluate.verify(evaluate.read_transcripts(run / "transcripts" / "step-000002.jsonl"))["faults"] == []
 
 
