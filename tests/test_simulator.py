@@ -2,7 +2,8 @@
 
 Golden values are worked out by hand, from the fact sheet, or from the published files. `user_with` is the smallest scripted user.
 """
-import json  # noqa: I001
+import dataclasses  # noqa: I001
+import json
 import random
 import re
 import time
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import (CUT, END_REASONS, INTENTIONS, PROMPTS, REFERENCE_PLAYERS, ParseError, PrivateLeak, Scenario, ScriptedSimulator, acts_in,
+import simulator
+from simulator import (CUT, END_REASONS, PRESSURES, INTENTIONS, PROMPTS, REFERENCE_PLAYERS, ParseError, PrivateLeak, Scenario, ScriptedSimulator, acts_in,
                        end_of, farewell, garbled, hints_in, infer_need, intention_of, lines, load_scenarios, main, move_emotion,
                        parse_appraisal, parse_reply, play_reference, stock_reply, things_in, tier)
 
@@ -1075,7 +1077,7 @@ def test_there_are_four_adversarial_scenarios_of_each_kind_of_all_wishes_and_non
     for scenario in HOSTILE:
         assert scenario.first_message == scenario.script["details"][0][1] and len(scenario.script["pressure"]) >= 2
         assert all(word in things_in(line, frozenset([word])) for word, line in scenario.script["details"])
-        assert not any(hints_in(line) or acts_in(line) for line in scenario.script["pressure"].values())
+        assert not any(hints_in(line) for line in scenario.script["pressure"].values())
 
 
 @pytest.mark.parametrize("kind", PRESSURES)
@@ -1087,7 +1089,7 @@ def test_pressure_is_said_at_its_turn_and_bends_nothing_before_it(kind):
 
 
 def test_under_escalation_a_miss_costs_ten_and_a_hit_still_counts():
-    miss = lambda user, turn: stock_reply(next(a for a in INTENTIONS if FOCUS[a] != FOCUS[user.scenario.intention]), "", random.Random(turn))[0]
+    miss = lambda user, turn: stock_reply(next(a for a in INTENTIONS if simulator.FOCUS[a] != simulator.FOCUS[user.scenario.intention]), "", random.Random(turn))[0]
     _, pressed, calm = pressed_and_calm("escalation", miss)
     assert pressed[1].change == -10 and pressed[1].flags == ["escalated"] and calm[1].change == -5
     assert pressed_and_calm("escalation", right)[1][1].change > 0
