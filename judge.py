@@ -27,6 +27,7 @@ ABILITIES = ("Empathic Depth", "Core Insight", "Solution Crafting", "Dialogue Gu
 STRATEGIES = ("praise", "empathy", "listening", "advice", "analysis", "other")
 AXES = ("Focus", "Manner")      # -> "empathy", "creative"
 TRIES = 3
+NUMBER = re.compile(r"[\[(*\"“ ]{0,4}([+-]?\d{1,3}(?:\.\d{1,3})?)(?![\d.]*\d)(?!\s{0,3}(?:[-–~]|to\b|or\b)\s{0,3}\d)")
 
 
 class Unusable(ValueError):
@@ -79,8 +80,8 @@ def judge_one(client, transcript, seed):
     if any(thoughts):
         lines = "\n".join(f'{{"thought {number}": {simulator.quoted(thought)}}}' for number, thought in enumerate(thoughts, 1))
         calls["tracking"] = dict(thoughts=lines, turns=len(turns)), lambda text: parse_tracking(text, len(turns))
-    found = {name: answer for name, (places, read) in calls.items() if (answer := ask(client, name, places, read, f"{seed}/{transcript['scenario']}")) is not None}
-    return found, len(calls)
+    answers = {name: ask(client, name, places, read, f"{seed}/{transcript['scenario']}") for name, (places, read) in calls.items()}
+    return {name: answer for name, answer in answers.items() if answer is not None}, len(calls)
 
 
 def ask(client, name, places, read, seed):
@@ -113,7 +114,7 @@ def fields(text, names, key):
 
 def number(text, low, high):
     """The number that opens a line, with "/5" or "of 5" after it at most; 45, 4-5 and "4 or 5" are none."""
-    match = re.match(r"[\[(*\"“ ]{0,4}([+-]?\d{1,3}(?:\.\d{1,3})?)(?![\d.]*\d)(?!\s{0,3}(?:[-–~]|to\b|or\b)\s{0,3}\d)", text.translate(simulator.FORMS))
+    match = NUMBER.match(text.translate(simulator.FORMS))
     if not match or not low <= float(match[1]) <= high:
         raise Unusable(f"no number from {low} to {high}: {text[:60]!r}")
     return float(match[1])
@@ -171,7 +172,8 @@ def summary_of(transcripts):
     for ability in ABILITIES:
         grades = [(judge["abilities"][ability][0], transcript["scenario"]) for transcript, judge in found if "abilities" in judge]
         values, scenarios = [grade for grade, _ in grades], [scenario for _, scenario in grades]
-        result["abilities"][ability] = {"mean": evaluate.mean(values), "se": evaluate.clustered_se(values, scenarios)[0] if values else None, "n": len(values)}
+        se = evaluate.clustered_se(values, scenarios)[0] if values else None
+        result["abilities"][ability] = {"mean": evaluate.mean(values), "se": se, "n": len(values)}
     result["points"] = [[transcript["scenario"], *judge["plane"]] for transcript, judge in found if "plane" in judge]
     for axis, key in enumerate(("empathy", "creative"), 1):
         result[key] = evaluate.mean([point[axis] for point in result["points"]])

@@ -15,12 +15,11 @@ import math
 import os
 import string
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from html import escape
 from pathlib import Path
 
 import evaluate
-from simulator import INTENTIONS
 
 TEMPLATE = Path(__file__).resolve().parent / "assets" / "report.html"
 STEPS_SHOWN = 8                 # a long run's dialogues would make a file that no phone opens: evenly spread steps, first and last
@@ -32,7 +31,6 @@ CURVES = {"emotion": ("mean final emotion, points", 0, 100), "success": ("succes
           "approx_kl": ("KL of a step's update, nats", None, None), "ref_kl": ("KL to the first policy, nats", 0, None),
           "mismatch": ("engine against learner, nats a token", None, None), "entropy": ("entropy, nats a token", 0, None)}
 BINS = [(low, low + 9) for low in range(0, 100, 10)] + [(100, 100)]
-COLOURS = 2                     # a comparison has two sides; a third result would need a third colour
 
 
 def write_report(paths, out=None, refresh=0):
@@ -86,17 +84,16 @@ def gather_run(run):
             if talks.exists():                   # numbers that the result file was too old to hold
                 results[name] |= {key: value for key, value in evaluate.summarize(sources[name]).items() if not results[name].get(key)}
     steps = sorted(run.glob("transcripts/step-*.jsonl"))
-    shown = sorted({round(place * (len(steps) - 1) / max(1, min(STEPS_SHOWN, len(steps)) - 1)) for place in range(min(STEPS_SHOWN, len(steps)))})
+    count = min(STEPS_SHOWN, len(steps))
+    shown = [round(place * (len(steps) - 1) / max(1, count - 1)) for place in range(count)]
     for path in (steps[place] for place in shown):
         sources[f"step {int(path.stem.removeprefix('step-'))}"] = evaluate.read_transcripts(path)
     if not (results or sources or metrics):
         raise ValueError(f"{run}: no run to report (no metrics.jsonl, before.json, after.json or transcripts in it)")
     settings = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    kind = " ".join(str(settings[key]) for key in ("algo",) if key in settings).upper() + (
-        "" if not settings else ", thinking" if settings.get("think") else ", without thinking")
-    left_out = f" Dialogues of {len(shown)} of {len(steps)} steps are shown; the others lie in {run.name}/transcripts." if len(steps) > len(shown) else ""
-    return dict(title=run.resolve().name, kicker=f"Training run{': ' + kind if kind else ''}", metrics=metrics, results=results, sources=sources,
-                settings=settings, note=left_out)
+    kicker = "Training run" + (f": {settings.get('algo', '')}, {'thinking' if settings.get('think') else 'without thinking'}" if settings else "")
+    note = f" Dialogues of {len(shown)} of {len(steps)} steps are shown; the others lie in {run.name}/transcripts." if len(steps) > len(shown) else ""
+    return dict(title=run.resolve().name, kicker=kicker, metrics=metrics, results=results, sources=sources, settings=settings, note=note)
 
 
 def gather_files(paths):
@@ -146,10 +143,24 @@ def short(transcript):
                       for turn in transcript["turns"]]}
 
 
+def el(tag, *inner, **attributes):
+    """One element. inner: HTML that is safe already; attributes are escaped here (class_ is class, aria_label aria-label)."""
+    said = "".join(f' {name.strip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items())
+    return f"<{tag}{said}>{''.join(inner)}</{tag}>"
+
+
+def text(tag, words, **attributes):
+    return el(tag, escape(str(words)), **attributes)
+
+
 def html_table(rows):
     """The first row is the head."""
-    cells = lambda row, tag: "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in row) + "</tr>"
-    return f'<div class="wide"><table><thead>{cells(rows[0], "th")}</thead><tbody>{"".join(cells(row, "td") for row in rows[1:])}</tbody></table></div>'
+    head, *rows = (el("tr", *(text("td" if number else "th", cell) for cell in row)) for number, row in enumerate(rows))
+    return el("div", el("table", el("thead", head), el("tbody", *rows)), class_="wide")
+
+
+def fold(title, *inner):
+    return el("details", text("summary", title), *inner)
 
 
 def warning(results):
@@ -157,33 +168,33 @@ def warning(results):
     settings = [result["settings"] for result in results.values()]
     mixed = evaluate.differing(*settings, evaluate.SIMULATOR_SIDE) if len(settings) == 2 else {}
     mixed = [key for key, values in mixed.items() if None not in values]
-    return f'<p class="warn">Not comparable: the simulated users differ ({escape(", ".join(mixed))}).</p>' if mixed else ""
+    return text("p", f"Not comparable: the simulated users differ ({', '.join(mixed)}).", class_="warn") if mixed else ""
 
 
 def legend(results):
-    return warning(results) + '<p class="legend">' + "".join(f'<span class="key k{place % COLOURS}"></span>{escape(name)} ' for place, name in enumerate(results)) + "</p>"
+    keys = (el("span", class_=f"key k{place}") + escape(name) + " " for place, name in enumerate(results))
+    return warning(results) + el("p", *keys, class_="legend")
 
 
 def tiles(results, metrics):
     """The few numbers that one looks for first."""
     def tile(label, value, under=""):
-        return f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span><small>{escape(under)}</small></div>'
-    names, made = {"score": "score, points", "success": "success, %", "failure": "failure, %"}, []
-    known = [result for result in results.values() if result["score"] is not None]
-    for key, label in names.items() if known else ():
-        last = known[-1]
-        arrow = " → ".join(evaluate.half_up(result[key]) for result in known)
-        made.append(tile(label, arrow, "95 %: {} to {}".format(*map(evaluate.half_up, last[key + "_ci"])) if last[key + "_ci"] else ""))
+        made.append(el("div", text("b", value), text("span", label), text("small", under), class_="tile"))
+    made, known = [], [result for result in results.values() if result["score"] is not None]
+    for key, label in {"score": "score, points", "success": "success, %", "failure": "failure, %"}.items() if known else ():
+        ci = known[-1][f"{key}_ci"]
+        tile(label, " → ".join(evaluate.half_up(result[key]) for result in known),
+             "95 %: {} to {}".format(*map(evaluate.half_up, ci)) if ci else "")
     for name, result in results.items():
         if result["incomplete"]:
-            made.append(tile(f"{name}: dialogues without a score", str(result["failed"]), f"INCOMPLETE: {result['n']} were scored"))
+            tile(f"{name}: dialogues without a score", str(result["failed"]), f"INCOMPLETE: {result['n']} were scored")
+    emotions = [row["emotion"] for row in metrics if isinstance(row.get("emotion"), (int, float))]
     if known:
-        made.append(tile("dialogues", " → ".join(str(result["n"]) for result in known), f"{evaluate.half_up(known[-1]['mean_turns'])} replies each"))
-    elif metrics and isinstance(metrics[-1].get("emotion"), (int, float)):
-        emotions = [row["emotion"] for row in metrics if isinstance(row.get("emotion"), (int, float))]
-        made += [tile("mean final emotion, training", f"{emotions[0]:.1f} → {emotions[-1]:.1f}", f"best {max(emotions):.1f}"),
-                 tile("steps", str(metrics[-1].get("step", len(metrics))), f"{sum(row.get('seconds') or 0 for row in metrics) / 60:.1f} minutes")]
-    return f'<div class="tiles">{"".join(made)}</div>' if made else ""
+        tile("dialogues", " → ".join(str(result["n"]) for result in known), f"{evaluate.half_up(known[-1]['mean_turns'])} replies each")
+    elif emotions:
+        tile("mean final emotion, training", f"{emotions[0]:.1f} → {emotions[-1]:.1f}", f"best {max(emotions):.1f}")
+        tile("steps", str(metrics[-1].get("step", len(metrics))), f"{sum(row.get('seconds') or 0 for row in metrics) / 60:.1f} minutes")
+    return el("div", *made, class_="tiles") if made else ""
 
 
 def html_comparison(results):
@@ -193,10 +204,10 @@ def html_comparison(results):
     try:
         comparison = evaluate.compare(first, second)
     except ValueError:
-        return warning(results) or '<p class="warn">Nothing to compare: the two results share no scored scenario.</p>'
+        return warning(results) or text("p", "Nothing to compare: the two results share no scored scenario.", class_="warn")
     head, *rows = evaluate.comparison_table(comparison)
     return (html_table([(head[0], a, b, f"{b} - {a} (95 %)", head[4]), *rows])
-            + f'<p class="fine">{escape("; ".join(comparison["notes"]))}. Paired bootstrap over scenarios.</p>')
+            + text("p", f"{'; '.join(comparison['notes'])}. Paired bootstrap over scenarios.", class_="fine"))
 
 
 def html_curves(metrics):
@@ -206,125 +217,129 @@ def html_curves(metrics):
         for key, value in row.items():
             if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
                 curves[key].append((row.get("step", number), value))
-    main = "".join(svg_curve(key, curves[key], *CURVES[key]) for key in CURVES if key in curves)
-    rest = "".join(svg_curve(key, curves[key]) for key in sorted(curves.keys() - CURVES.keys()))
-    rest = f"<details><summary>{len(curves.keys() - CURVES.keys())} more numbers</summary><div class=curves>{rest}</div></details>" if rest else ""
-    return f'<div class="curves">{main}</div>{rest}' if curves else ""
+    rest = sorted(curves.keys() - CURVES.keys())
+    main = el("div", *(svg_curve(key, curves[key], *CURVES[key]) for key in CURVES if key in curves), class_="curves")
+    more = el("div", *(svg_curve(key, curves[key]) for key in rest), class_="curves")
+    return (main + (fold(f"{len(rest)} more numbers", more) if rest else "")) if curves else ""
 
 
-def svg_curve(name, points, title="", low=None, high=None, width=320, height=150):
+def svg_curve(name, points, title="", low=None, high=None, width=320):
     """A line over steps. low, high: ends of the scale; None = those of the data. Every point tells its step and value."""
     steps, values = zip(*points)
     y0, y1 = min(values) if low is None else min(low, *values), max(values) if high is None else max(high, *values)
     y0, y1 = (y0 - 0.5, y1 + 0.5) if y0 == y1 else (y0, y1)
-    at = lambda step, value: (44 + (width - 56) * (step - steps[0]) / (steps[-1] - steps[0] or 1), 128 - 116 * (value - y0) / (y1 - y0))
-    xy = [at(*point) for point in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in xy)
-    grid = "".join(f'<line class="grid" x1="44" x2="{width - 12}" y1="{y:.1f}" y2="{y:.1f}"/><text x="38" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
-                   for y, text in ((at(steps[0], y0 + share * (y1 - y0))[1], f"{y0 + share * (y1 - y0):.3g}") for share in (0, 0.5, 1)))
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{4 if step == steps[-1] else 2.2}"><title>step {step}: {value:.4g}</title></circle>'
-                   for (x, y), (step, value) in zip(xy, points))
-    return (f'<figure><figcaption><b>{escape(name)}</b> <span>{escape(title)}</span></figcaption>'
-            f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}: {values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}">'
-            f'{grid}<polygon points="{xy[0][0]:.1f},128 {line} {xy[-1][0]:.1f},128"/><polyline points="{line}"/>{dots}'
-            f'<text x="44" y="145">{steps[0]}</text><text x="{width - 12}" y="145" text-anchor="end">step {steps[-1]}</text></svg></figure>')
+    x_of = lambda step: round(44 + (width - 56) * (step - steps[0]) / (steps[-1] - steps[0] or 1), 1)
+    y_of = lambda value: round(128 - 116 * (value - y0) / (y1 - y0), 1)
+    line, grid = " ".join(f"{x_of(step)},{y_of(value)}" for step, value in points), []
+    for value in (y0, (y0 + y1) / 2, y1):
+        grid += [el("line", class_="grid", x1=44, x2=width - 12, y1=y_of(value), y2=y_of(value)),
+                 text("text", f"{value:.3g}", x=38, y=y_of(value) + 4, text_anchor="end")]
+    dots = (el("circle", text("title", f"step {step}: {value:.4g}"), cx=x_of(step), cy=y_of(value), r=4 if step == steps[-1] else 2.2)
+            for step, value in points)
+    return el("figure", el("figcaption", text("b", name), " ", text("span", title)), el(
+        "svg", *grid, el("polygon", points=f"44,128 {line} {x_of(steps[-1])},128"), el("polyline", points=line), *dots,
+        text("text", steps[0], x=44, y=145), text("text", f"step {steps[-1]}", x=width - 12, y=145, text_anchor="end"), viewBox=f"0 0 {width} 150",
+        role="img", aria_label=f"{name}: {values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}"))
 
 
 def html_groups(results, key):
     """Score of each group with its interval, all results on one scale from 0 to 100."""
-    names = [name for name in dict.fromkeys(name for result in results.values() for name in result.get(key) or {})]
-    names = [name for name in INTENTIONS if name in names] + [name for name in names if name not in INTENTIONS]
+    names = dict.fromkeys(name for result in results.values() for name in result.get(key) or {})
     if not names:
         return ""
-    rows = []
+    rows, table = [], [("", "result", "n", "score (95 %)", "success %", "failure %")]
     for name in names:
-        marks, said = "", []
+        marks, scores = [], []
         for place, (source, result) in enumerate(results.items()):
             group = (result.get(key) or {}).get(name)
             if not group or group["score"] is None:
                 continue
-            low, high = group["score_ci"] or (group["score"], group["score"])
-            text = (f"{source}: score {evaluate.with_interval(group['score'], group['score_ci'])}, success {evaluate.half_up(group['success'])} %, "
-                    f"failure {evaluate.half_up(group['failure'])} %, {group['n']} dialogues")
-            marks += (f'<i class="span k{place % COLOURS}" style="left:{low:.1f}%;width:{high - low:.1f}%"></i>'
-                      f'<i class="dot k{place % COLOURS}" style="left:{group["score"]:.1f}%" title="{escape(text)}"></i>')
-            said.append(f"{evaluate.half_up(group['score'])}")
-        rows.append(f'<div class="row"><span>{escape(name)}</span><div class="track">{marks}</div><span class="num">{escape(" → ".join(said))}</span></div>')
-    axis = '<div class="row axis"><span></span><div class="track"><i style="left:0%">0</i><i style="left:50%">50</i><i style="left:100%">100</i></div><span class="num">score</span></div>'
-    table = [("", "result", "n", "score (95 %)", "success %", "failure %")] + [
-        (name, source, group["n"], evaluate.with_interval(group["score"], group["score_ci"]), *(evaluate.with_interval(group[k], group[k + "_ci"]) for k in ("success", "failure")))
-        for name in names for source, result in results.items() if (group := (result.get(key) or {}).get(name))]
-    return legend(results) + f'<div class="rows">{"".join(rows)}{axis}</div><details><summary>as a table</summary>{html_table(table)}</details>'
+            said = [evaluate.with_interval(group[metric], group[f"{metric}_ci"]) for metric in evaluate.METRICS]
+            table.append((name, source, group["n"], *said))
+            low, high = group["score_ci"] or [group["score"]] * 2
+            marks += [el("i", class_=f"span k{place}", style=f"left:{low:.1f}%;width:{high - low:.1f}%"),
+                      el("i", class_=f"dot k{place}", style=f"left:{group['score']:.1f}%",
+                         title="{}: score {}, success {} %, failure {} %".format(source, *said))]
+            scores.append(evaluate.half_up(group["score"]))
+        rows.append(el("div", text("span", name), el("div", *marks, class_="track"), text("span", " → ".join(scores), class_="num"), class_="row"))
+    ticks = (text("i", value, style=f"left:{value}%") for value in (0, 50, 100))
+    axis = el("div", el("span"), el("div", *ticks, class_="track"), text("span", "score", class_="num"), class_="row axis")
+    return legend(results) + el("div", *rows, axis, class_="rows") + fold("as a table", html_table(table))
 
 
 def html_histogram(results):
     """How many dialogues ended where; failures left, successes right."""
     finals = {name: [row[2] for row in result["dialogues"] if row[2] is not None] for name, result in results.items()}
-    finals = {name: values for name, values in finals.items() if values}
-    if not finals:
+    if not any(finals.values()):
         return ""
-    shares = {name: [100 * sum(low <= value <= high for value in values) / len(values) for low, high in BINS] for name, values in finals.items()}
-    top = max(max(share) for share in shares.values())
-    columns = "".join('<div class="bin">' + "".join(
-        f'<i class="k{place % COLOURS}" style="height:{100 * share[number] / top:.1f}%" title="{escape(name)}: {share[number]:.1f} % end at {low}{f" to {high}" if high > low else ""}"></i>'
-        for place, (name, share) in enumerate(shares.items())) + "</div>" for number, (low, high) in enumerate(BINS))
-    return (legend({name: results[name] for name in finals}) + f'<div class="bins" role="img" aria-label="histogram of final emotions">{columns}</div>'
-            + '<div class="bins axis">' + "".join(f"<span>{low}</span>" for low, _ in BINS) + f'</div><p class="fine">Points at the end; the highest column is {top:.0f} % of the dialogues.</p>')
+    share = lambda values, low, high: 100 * sum(low <= value <= high for value in values) / max(1, len(values))
+    top = max(share(values, *ends) for values in finals.values() for ends in BINS)
+    bins = (el("div", *(el("i", class_=f"k{place}", style=f"height:{100 * share(values, low, high) / top:.1f}%",
+                           title=f"{name}: {share(values, low, high):.1f} % end at {low} to {high}")
+                        for place, (name, values) in enumerate(finals.items())), class_="bin") for low, high in BINS)
+    return (legend(results) + el("div", *bins, class_="bins", role="img", aria_label="histogram of final emotions")
+            + el("div", *(text("span", low) for low, _ in BINS), class_="bins axis")
+            + text("p", f"Points at the end; the highest column is {top:.0f} % of the dialogues.", class_="fine"))
 
 
 def html_strategies(results):
-    """How often each strategy was used, and what it did to the user's emotion (facts of RLVER sec. 4: frequency, contribution)."""
-    with_any = {name: result["strategies"] for name, result in results.items() if result.get("strategies")}
-    if not with_any:
+    """How often each strategy was used, and what it did to the user's emotion (evaluate.strategy_table)."""
+    tables = {name: result.get("strategies") or {} for name, result in results.items()}
+    uses = lambda name: max(table[name]["per_dialogue"] for table in tables.values() if name in table)
+    names = sorted({name for table in tables.values() for name in table}, key=lambda name: -uses(name))
+    if not names:
         return ""
-    names = sorted({name for table in with_any.values() for name in table}, key=lambda name: -max(t.get(name, {}).get("per_dialogue", 0) for t in with_any.values()))
-    top = max(row["per_dialogue"] for table in with_any.values() for row in table.values()) or 1
-    rows = []
+    top, rows = uses(names[0]), []
     for name in names:
-        for place, (source, table) in enumerate(with_any.items()):
-            row = table.get(name) or {"per_dialogue": 0, "contribution": None, "turns": 0}
-            gain = row["contribution"]
-            bar = "" if gain is None else f'<i class="{"up" if gain >= 0 else "down"}" style="width:{min(50, 5 * abs(gain)):.1f}%"></i>'
-            rows.append(f'<tr class="{"first" if not place else ""}"><td>{escape(name) if not place else ""}</td><td class="fine">{escape(source)}</td>'
-                        f'<td><div class="bar"><i class="k{place % COLOURS}" style="width:{100 * row["per_dialogue"] / top:.1f}%"></i></div></td><td class="num">{row["per_dialogue"]:.2f}</td>'
-                        f'<td><div class="gain">{bar}</div></td><td class="num">{"-" if gain is None else f"{gain:+.2f}"}</td></tr>')
-    return (warning(results) + '<div class="wide"><table class="strategies"><thead><tr><th>strategy</th><th></th><th colspan="2">uses in a dialogue</th><th colspan="2">contribution: mean change, points</th></tr></thead>'
-            f'<tbody>{"".join(rows)}</tbody></table></div>')
+        for place, (source, table) in enumerate(tables.items()):
+            row = table.get(name, {"per_dialogue": 0, "contribution": None})
+            often, gain = row["per_dialogue"], row["contribution"]
+            bar = el("i", class_=f"k{place}", style=f"width:{100 * often / top:.1f}%")
+            swing = el("i", class_="up" if gain >= 0 else "down", style=f"width:{min(50, 5 * abs(gain)):.1f}%") if gain is not None else ""
+            rows.append(el("tr", text("td", name if place == 0 else ""), text("td", source, class_="fine"), el("td", el("div", bar, class_="bar")),
+                           text("td", f"{often:.2f}", class_="num"), el("td", el("div", swing, class_="gain")),
+                           text("td", "-" if gain is None else f"{gain:+.2f}", class_="num"), class_="first" if place == 0 else ""))
+    head = el("tr", text("th", "strategy"), el("th"), text("th", "uses in a dialogue", colspan=2),
+              text("th", "contribution: mean change, points", colspan=2))
+    return warning(results) + el("div", el("table", el("thead", head), el("tbody", *rows), class_="strategies"), class_="wide")
 
 
 def html_judged(results):
     judged = {name: result["judge"] for name, result in results.items() if result.get("judge")}
     if not judged:
         return ""
-    judges = len({json.dumps([results[name]["settings"].get(key) for key in evaluate.JUDGE_SIDE]) for name in judged})
-    abilities = dict.fromkeys(ability for judge in judged.values() for ability in judge["abilities"])
-    table = [("ability, 1 to 5", *judged)] + [(ability, *(evaluate.with_se(judge["abilities"].get(ability)) for judge in judged.values())) for ability in abilities]
-    said = "; ".join(f"{name}: judged by {judge['model']}, {judge['failed']} of {judge['asked']} answers could not be used" for name, judge in judged.items())
-    warn = '<p class="warn">Not comparable: the judges differ.</p>' if judges > 1 else ""
-    return f'{warn}{legend({name: results[name] for name in judged})}<div class="two">{html_table(table)}{svg_plane(judged)}</div><p class="fine">{escape(said)}</p>'
+    judges = {json.dumps([results[name]["settings"].get(key) for key in evaluate.JUDGE_SIDE]) for name in judged}
+    table = [("ability, 1 to 5", *judged)]
+    for ability in next(iter(judged.values()))["abilities"]:
+        table.append((ability, *(evaluate.with_se(judge["abilities"].get(ability)) for judge in judged.values())))
+    for label, key in (("emotion tracking, r", "tracking_r"), ("its mean error, points", "tracking_error")):
+        table.append((label, *(evaluate.half_up(judge[key], 2) for judge in judged.values())))
+    said = (f"{name}: judged by {judge['model']}, {judge['failed']} of {judge['asked']} answers could not be used" for name, judge in judged.items())
+    return ((text("p", "Not comparable: the judges differ.", class_="warn") if len(judges) > 1 else "")
+            + legend({name: results[name] for name in judged}) + el("div", html_table(table), svg_plane(judged), class_="two")
+            + text("p", "; ".join(said), class_="fine"))
 
 
 def svg_plane(judged, size=340):
     """The social-cognition plane: solution/empathy upwards, structured/creative to the right, -5 to 5; the large dot is the mean."""
-    at = lambda value: size / 2 + (size / 2 - 30) * value / 5
-    dots = ""
+    half = size // 2
+    at = lambda value: round(half + (half - 30) * value / 5, 1)
+    dot = lambda name, empathy, creative, **how: el("circle", text("title", f"{name}: empathy {empathy:.2f}, creative {creative:.2f}"),
+                                                    cx=at(creative), cy=at(-empathy), **how)
+    dots = []
     for place, (name, judge) in enumerate(judged.items()):
-        for scenario, empathy, creative in judge["points"]:
-            dots += f'<circle class="k{place % COLOURS} faint" cx="{at(creative):.1f}" cy="{at(-empathy):.1f}" r="4"><title>{escape(f"{scenario}: empathy {empathy}, creative {creative}")}</title></circle>'
-        if judge["points"]:
-            empathy, creative = judge["empathy"], judge["creative"]
-            dots += f'<circle class="k{place % COLOURS} mean" cx="{at(creative):.1f}" cy="{at(-empathy):.1f}" r="9"><title>{escape(f"{name}: empathy {empathy:.2f}, creative {creative:.2f}")}</title></circle>'
-    half = size / 2
-    return (f'<figure class="plane"><svg viewBox="0 0 {size} {size}" role="img" aria-label="social-cognition plane"><line class="grid" x1="30" x2="{size - 30}" y1="{half}" y2="{half}"/>'
-            f'<line class="grid" y1="30" y2="{size - 30}" x1="{half}" x2="{half}"/>{dots}<text x="{half}" y="18" text-anchor="middle">empathy</text>'
-            f'<text x="{half}" y="{size - 8}" text-anchor="middle">solution</text><text x="4" y="{half - 6}">structured</text>'
-            f'<text x="{size - 4}" y="{half - 6}" text-anchor="end">creative</text></svg></figure>')
+        dots += [dot(*point, r=4, class_=f"k{place} faint") for point in judge["points"]]
+        dots += [dot(name, judge["empathy"], judge["creative"], r=9, class_=f"k{place} mean")] * bool(judge["points"])
+    return el("figure", el(
+        "svg", el("line", class_="grid", x1=30, x2=size - 30, y1=half, y2=half),
+        el("line", class_="grid", x1=half, x2=half, y1=30, y2=size - 30), *dots,
+        text("text", "empathy", x=half, y=18, text_anchor="middle"), text("text", "solution", x=half, y=size - 8, text_anchor="middle"),
+        text("text", "structured", x=4, y=half - 6), text("text", "creative", x=size - 4, y=half - 6, text_anchor="end"),
+        viewBox=f"0 0 {size} {size}", role="img", aria_label="social-cognition plane"), class_="plane")
 
 
 def html_numbers(results, settings):
-    parts = [f"<details><summary>{escape(name)}: {escape(evaluate.headline(summary))}</summary>" + "".join(map(html_table, evaluate.summary_tables(summary)))
-             + html_table([("setting", "value"), *((key, value) for key, value in summary["settings"].items() if value not in (None, ""))]) + "</details>"
+    known = lambda summary: [("setting", "value"), *((key, value) for key, value in summary["settings"].items() if value not in (None, ""))]
+    parts = [fold(f"{name}: {evaluate.headline(summary)}", *map(html_table, evaluate.summary_tables(summary)), html_table(known(summary)))
              for name, summary in results.items()]
-    if settings:
-        parts.append("<details><summary>flags of the training run</summary>" + html_table([("flag", "value"), *settings.items()]) + "</details>")
-    return "".join(parts)
+    return "".join(parts) + (fold("flags of the training run", html_table([("flag", "value"), *settings.items()])) if settings else "")

@@ -90,7 +90,8 @@ class Dialogue:
                        change=None, emotion=None, act=None, inner="", raw=self.error_raw, flags=[], user="")
                   for t in self.turns if t.reaction is None and self.end_reason == "simulator_failed"]     # said, but never felt
         return dict(scenario=self.scenario.id, event=self.scenario.event, intention=self.scenario.intention,
-                    character=self.scenario.character, kind=(self.scenario.script or {}).get("kind", ""), repetition=self.repetition, seed=self.seed, think=self.think,
+                    character=self.scenario.character, kind=(self.scenario.script or {}).get("kind", ""),
+                    repetition=self.repetition, seed=self.seed, think=self.think,
                     start_emotion=self.start_emotion, max_turns=self.max_turns, opening=self.opening,
                     opening_raw=self.opening_raw or (self.error_raw if not self.turns else []),
                     final_emotion=self.emotion, end_reason=self.end_reason,

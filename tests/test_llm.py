@@ -871,3 +871,16 @@ def test_the_policy_speaks_the_language_of_the_scenarios_and_never_sees_the_wish
     rollout(Listening(chat), chat, [dialogue], lambda d: LLMSimulator(d.scenario, client, "challenging", None, 40, 3, 0), "Be kind.", client.pool)
     assert len(asked) == 3 and not any(INTENTIONS["praise"][0][:20] in text or EN.background in text for text in asked)
     assert parse_reply(dialogue.turns[0].reaction.raw[-1]) in asked[1]
+
+
+def test_the_judge_reads_dialogues_through_the_same_client(endpoint, tmp_path, capsys):
+    from test_evaluate import dialogue, run, save
+    from test_judge import good
+    endpoint.plan = lambda prompt, request: good(prompt) if "oldest line first" in prompt else "yes"
+    path = save(tmp_path / "t.jsonl", [dialogue([45, 55]), dialogue([30, 35], "b")])
+    for name in "ab":
+        code, out, _ = run(capsys, "--transcripts", path, "--judge", "m", "--judge-url", endpoint.url, "--judge-cache", tmp_path / "cache.jsonl", "--json", tmp_path / f"{name}.json")
+        assert code == 0 and "as m judges" in out and "0 of 6" in out
+    assert len(endpoint.requests) == 1 + 6                                             # the second time everything is in the cache, the probe too
+    assert all(request["temperature"] == 0 and "seed" in request for request in endpoint.requests)
+    assert not any(KEY in file.read_text() for file in tmp_path.iterdir())

@@ -3,9 +3,6 @@ import json
 import re
 import shutil
 import subprocess
-import threading
-import time
-from pathlib import Path
 
 import pytest
 from test_evaluate import SAGE, dialogue, run, save
