@@ -1138,3 +1138,10 @@ def test_a_script_with_unknown_pressure_is_refused(script, what, tmp_path):
     (tmp_path / "s.jsonl").write_text(json.dumps(row))
     with pytest.raises(ValueError, match=f"s.jsonl:1: script: .*{what}"):
         load_scenarios(tmp_path / "s.jsonl")
+
+
+def test_chit_chat_is_for_the_llm_user_alone_and_has_every_wish():
+    people = load_scenarios(PROMPTS / "en" / "chitchat.jsonl")
+    assert len(people) == 12 and {s.intention for s in people} == set(INTENTIONS) and all(s.first_message for s in people)
+    with pytest.raises(ValueError, match="has no script"):
+        ScriptedSimulator(people[0])
