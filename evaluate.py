@@ -85,7 +85,9 @@ def score(args):
     if args.judge:
         import judge  # here: it imports this file
         judging = judge.client_of(args)
-    client, references, settings = None, {}, {}
+    if args.train_scenarios:
+        simulator.load_scenarios(args.train_scenarios)  # a broken file is said now, not after an hour of playing
+    client, references = None, {}
     if args.transcripts:
         transcripts = read_transcripts(args.transcripts)
         settings = settings_of_file(args.transcripts, transcripts) | ({"judge": args.judge, "judge_prompts_sha256": judge_prompts()} if args.judge else {})
