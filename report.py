@@ -42,7 +42,7 @@ def write_report(paths, out=None, refresh=0):
     paths = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
     found = gather_run(paths[0]) if len(paths) == 1 and paths[0].is_dir() else gather_files(paths)
     out = Path(out) if out else paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
-    partial = out.with_name(out.name + ".partial")           # whole or not at all: a browser may be reading it
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")    # whole or not at all: a browser may be reading, --watch writing
     try:
         partial.write_text(page(**found, refresh=refresh), encoding="utf-8")
         os.replace(partial, out)
