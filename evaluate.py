@@ -10,7 +10,9 @@ Differs from SAGE in:
      with the effective n = sd^2/SE^2. The 8 needs of one scripted event are taken as independent scenarios.
   2) a dialogue whose simulator failed for good is neither a 0 nor hidden: left out, counted, headline "incomplete".
   3) each result holds the settings that made it; results of different simulators are not compared (user cases A1, A2).
+The judge is judge.py, the page report.py.
 Run: python evaluate.py --model runs/tiny-sft --json before.json             # plays; prints reference players beside it
+     python evaluate.py --rerun before.json                                  # the same again, from that file alone
      python evaluate.py --transcripts FILE.jsonl --verify                    # ours, or a published SAGE result file
      python evaluate.py --compare before.json after.json
      python evaluate.py --report runs/NAME
@@ -19,13 +21,13 @@ import argparse
 import hashlib
 import json
 import math
+import os
+import re
 import shutil
-import string
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from decimal import ROUND_HALF_UP, Decimal
-from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -37,21 +39,28 @@ METRICS = {"score": lambda emotion: emotion, "success": lambda emotion: 100 * (e
            "failure": lambda emotion: 100 * (emotion < 10)}  # final emotion -> what is averaged
 # Settings that make the user: results that differ here are on different scales. The policy's may differ, but not unseen.
 SIMULATOR_SIDE = ("simulator", "difficulty", "start_emotion", "clamp", "max_turns", "scenarios_sha256", "prompts_sha256",
-                  "simulator_model", "simulator_format")
-AGENT_SIDE = ("think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions", "seed", "code_version")
-BEHAVIOUR = ("mean_turns", "reply_tokens", "thought_tokens", "format_rate", "repeat_rate")
-CURVES = ("emotion", "success", "failure", "format_rate", "repeat_rate", "response_len", "turns")  # drawn first
+                  "simulator_model", "simulator_format", "simulator_max_tokens", "end_rules")
+AGENT_SIDE = ("think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions", "seed", "seeds", "system_prompt_sha256", "code_version")
+JUDGE_SIDE = ("judge", "judge_prompts_sha256")
+# flags that a result stores and --rerun sets again; by name, because a key or token must never reach a file
+PLAYED_WITH = ("model", "simulator", "simulator_model", "simulator_url", "simulator_format", "simulator_max_tokens", "difficulty", "start_emotion",
+               "max_turns", "scenarios", "train_scenarios", "limit", "think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions",
+               "seed", "seeds", "judge", "judge_url")
+END_RULES = "satisfied >= 100, gave_up < 10, max_turns, farewell as the message's close"
+BEHAVIOUR = ("mean_turns", "reply_tokens", "thought_tokens", "format_rate", "repeat_rate", "collapse_rate", "need_named", "hint_named")
+GROUPS = {"per_intention": "intention", "per_character": "character", "per_kind": "kind"}     # key of a summary -> field of a transcript
 # what scoring and verifying need of a transcript, and of its turns
 FIELDS = {"scenario": str, "intention": str, "start_emotion": int, "max_turns": int, "final_emotion": int, "turns": list}
 TURN_FIELDS = {"reply": str, "user": str, "change": int, "emotion": int, "raw": list, "flags": list}
 
 
 def main(argv=None):
-    """Exit code 0: fine; 1: no score, or a transition does not verify; 2: the user's error, in one line."""
-    args = parse_args(argv)
+    """Exit code 0: fine; 1: no score, a transition does not verify, or a rerun differs; 2: the user's error, in one line."""
     try:
-        if args.report:
-            print(write_report(args.report))
+        args = parse_args(argv)
+        if args.report or args.watch:
+            import report  # here: it imports this file
+            print(report.write_report(args.report, args.out) if args.report else report.watch(args.watch, args.out) or "")
             return 0
         for path in filter(None, (args.json, args.save_transcripts)):  # now, not after an hour of playing
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -64,59 +73,157 @@ def main(argv=None):
             print_summary(result)
         if args.json:
             Path(args.json).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        return 0 if args.compare or result["score"] is not None and not result.get("faults") else 1
+        return 0 if args.compare or result["score"] is not None and not result.get("faults") and not result.get("rerun_differs") else 1
     except (ValueError, OSError) as error:
         print("evaluate.py:", " ".join(str(error).split()), file=sys.stderr)
         return 2
 
 
 def score(args):
-    """Play, or read a file; returns the summary."""
+    """Play, or read a file; judge, if asked; returns the summary."""
+    judging = None
+    if args.judge:
+        import judge  # here: it imports this file
+        judging = judge.client_of(args)
+    if args.train_scenarios:
+        simulator.load_scenarios(args.train_scenarios)  # a broken file is said now, not after an hour of playing
+    client, references = None, {}
     if args.transcripts:
         transcripts = read_transcripts(args.transcripts)
-        settings, references = settings_of_file(args.transcripts, transcripts), {}
+        settings = settings_of_file(args.transcripts, transcripts) | ({"judge": args.judge, "judge_prompts_sha256": judge_prompts()} if args.judge else {})
     else:
         scenarios = simulator.load_scenarios(args.scenarios)[:args.limit]
         make_user, client = simulator.users_of(args)
-        settings, references = settings_of_run(args), {}
+        settings = settings_of_run(args)
+        if args.rerun:
+            check_unchanged(args.rerun, settings)
         if args.simulator == "scripted":  # what players that know the rules get, so that a score can be read
             references = {name: mean([simulator.play_reference(name, scenario, args.difficulty, args.start_emotion,
                                                                args.max_turns, args.seed) for scenario in scenarios])
                           for name in simulator.REFERENCE_PLAYERS}
-        transcripts = play(args, scenarios, make_user, client)
+        transcripts = play(args, scenarios, make_user, client, settings)
+    judged = {}
+    if judging:  # before the summary: its strategy table uses the judge's labels
+        judged = {"judge": judge.judge_dialogues(judging, transcripts, args.seed) | {"calls": judging.take_counts()}}
     if args.save_transcripts:
-        lines = (json.dumps(transcript, ensure_ascii=False) + "\n" for transcript in transcripts)
-        Path(args.save_transcripts).write_text("".join(lines), encoding="utf-8")
-    return (summarize(transcripts, settings, references) | (verify(transcripts) if args.verify else {})
-            | ({"simulator": client.take_counts()} if args.model and client else {}))
+        write_lines(args.save_transcripts, transcripts)
+    result = (summarize(transcripts, settings, references) | judged | (verify(transcripts) if args.verify else {})
+              | ({"simulator": client.take_counts()} if client else {}))
+    if args.train_scenarios:
+        result["unseen_persona"] = rates(of_unseen_personas([t for t in transcripts if not failed(t)], args.scenarios, args.train_scenarios))
+    if args.model and args.seeds > 1:
+        seeds = defaultdict(list)
+        for transcript in transcripts:
+            if not failed(transcript):
+                seeds[str(args.seed + transcript["repetition"] // args.repetitions)].append(transcript["final_emotion"])
+        result["per_seed"] = {seed: mean(finals) for seed, finals in seeds.items()}
+    if args.rerun:
+        old = json.loads(Path(args.rerun).read_bytes())
+        result["rerun_differs"] = sorted(key for key in result.keys() & old.keys() - {"settings", "simulator", "judge", "rerun_differs"} if result[key] != old[key])
+    return result
 
 
-def play(args, scenarios, make_user, client):
-    """Let the policy talk to every scenario; returns transcripts (dicts, see rollout.Dialogue.to_dict)."""
+def play(args, scenarios, make_user, client, settings):
+    """Let the policy talk to every scenario; returns transcripts (dicts, see rollout.Dialogue.to_dict).
+
+    --save-transcripts FILE grows with every dialogue that ends. What stands in it, played with the same settings, is not
+    played again, unless its user had failed.
+    """
     import rollout  # here: scoring files needs no torch
-    dialogues = rollout.play_scenarios(
-        args.model, scenarios, make_user=make_user, pool=client and client.pool, max_failures=args.max_simulator_failures, think=args.think,
-        temperature=args.temperature, max_new_tokens=args.max_new_tokens, max_turns=args.max_turns,
-        start_emotion=args.start_emotion, repetitions=args.repetitions, seed=args.seed, desc="evaluate", engine=args.engine)
-    return [dialogue.to_dict() for dialogue in dialogues]
+    fingerprint = hash_of({key: value for key, value in settings.items() if key not in ("limit", "seeds", "simulator_url") and "judge" not in key})
+    path, known = args.save_transcripts and Path(args.save_transcripts), []
+    if path and path.exists():
+        if args.rerun:
+            raise ValueError(f"{path} exists; a rerun plays everything again: name a new file")
+        cut_half_line(path)
+        known = [row for _, row in read_jsonl(path)]
+        if any(row.get("played_with") != fingerprint for row in known):
+            raise ValueError(f"{path} holds dialogues of other settings; name another --save-transcripts, or remove it")
+        known = [row for row in known if not failed(row)]
+        write_lines(path, known)
+    played = []
+    with open(path or os.devnull, "a", encoding="utf-8") as file:
+        def keep(dialogue):
+            file.write(json.dumps(dialogue.to_dict() | {"played_with": fingerprint}, ensure_ascii=False) + "\n")
+            file.flush()
+        dialogues = rollout.play_scenarios(
+            args.model, scenarios, make_user=make_user, pool=client and client.pool, max_failures=args.max_simulator_failures, think=args.think,
+            temperature=args.temperature, max_new_tokens=args.max_new_tokens, max_turns=args.max_turns,
+            start_emotion=args.start_emotion, repetitions=args.repetitions, seed=args.seed, desc="evaluate", engine=args.engine,
+            seeds=args.seeds, done={(row["scenario"], row["seed"]) for row in known}, on_end=keep)
+    played = [dialogue.to_dict() | {"played_with": fingerprint} for dialogue in dialogues]
+    place = {scenario.id: number for number, scenario in enumerate(scenarios)}
+    wanted = [row for row in known if row["scenario"] in place and row["repetition"] < args.repetitions * args.seeds]
+    return sorted(wanted + played, key=lambda row: (row["repetition"], place[row["scenario"]]))
+
+
+def of_unseen_personas(transcripts, scenarios, train_scenarios):
+    """The dialogues whose persona no scenario of the training file has (54 of the 100 official test profiles share one)."""
+    seen = {scenario.persona for scenario in simulator.load_scenarios(train_scenarios)}
+    personas = {scenario.id: scenario.persona for scenario in simulator.load_scenarios(scenarios)}
+    if strange := next((t["scenario"] for t in transcripts if t["scenario"] not in personas), None):
+        raise ValueError(f"--train-scenarios compares personas, but scenario {strange!r} is not in --scenarios {scenarios}")
+    return [transcript for transcript in transcripts if personas[transcript["scenario"]] not in seen]
 
 
 # ---- settings: what must be known to get the same numbers again ----
 
 def settings_of_run(args):
-    names = ("model", "simulator", "simulator_model", "simulator_url", "simulator_format", "difficulty", "start_emotion", "max_turns",
-             "scenarios", "limit", "think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions",
-             "seed")  # by name: a key or token must never reach a file
-    settings = {name: getattr(args, name) for name in names} | {"clamp": 10}
+    import rollout
+    settings = {name: getattr(args, name) for name in PLAYED_WITH} | {"clamp": 10, "end_rules": END_RULES}
+    for name in ("scenarios", "train_scenarios"):  # a path inside this folder is stored as such, so that another clone finds it
+        path = Path(settings[name]) if settings[name] else None
+        if path and path.is_absolute() and path.is_relative_to(ROOT):
+            settings[name] = str(path.relative_to(ROOT))
+    settings["engine"] = "vllm" if rollout.uses_vllm(args.engine) else "hf"
+    settings["threads"] = rollout.torch.get_num_threads()      # rounding, and so a rare token, may differ with their number
     if args.simulator == "scripted":
-        settings |= dict.fromkeys(("simulator_model", "simulator_url", "simulator_format"), "")
+        settings |= dict.fromkeys(("simulator_model", "simulator_url", "simulator_format", "simulator_max_tokens"), "")
+    else:
+        settings["simulator_sampling"] = "temperature 0, a seed for every call"
+    if args.judge:
+        settings |= {"judge_sampling": "temperature 0, a seed for every call", "judge_prompts_sha256": judge_prompts()}
     prompts = [path for path in sorted((ROOT / "prompts").rglob("*")) if path.suffix in (".txt", ".json")]
-    for name, paths in (("scenarios_sha256", [args.scenarios]), ("prompts_sha256", prompts)):
-        settings[name] = hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
+    user = [path for path in prompts if not path.name.startswith(("judge.", "policy."))]
+    agent = [path for path in prompts if path.name == f"policy.{'think' if args.think else 'plain'}.txt"]
+    weights = [*sorted(Path(args.model).glob("*.safetensors")), *sorted(Path(args.model).glob("tokenizer.json"))]
+    for name, paths in (("scenarios", [args.scenarios]), ("prompts", user), ("system_prompt", agent), ("model", weights),
+                        ("train_scenarios", [args.train_scenarios] * bool(args.train_scenarios))):
+        if paths:  # a model by its hub name has no files here
+            settings[f"{name}_sha256"] = hash_files(paths)
     if shutil.which("git"):
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         settings["code_version"] = git.stdout.strip() or None
     return settings
+
+
+def hash_files(paths):
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_of(settings):
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def judge_prompts():
+    return hash_files(sorted((ROOT / "prompts" / "en").glob("judge.*.txt")))
+
+
+def check_unchanged(path, settings):
+    """A rerun needs the files that made the result; another code version is said, not refused."""
+    old = json.loads(Path(path).read_bytes())["settings"]
+    changed = [key for key, value in old.items() if key.endswith("_sha256") and settings.get(key) != value]
+    if changed:
+        raise ValueError(f"--rerun {path}: {', '.join(key.removesuffix('_sha256') for key in changed)} changed since; "
+                         f"the result cannot be had again from what is here (it was made with code {old.get('code_version')})")
+    for key in ("code_version", "threads"):
+        if old.get(key) != settings.get(key):
+            print(f"note: {key} was {old.get(key)}, is {settings.get(key)}")
 
 
 def settings_of_file(path, transcripts):
@@ -146,6 +253,20 @@ def read_transcripts(path):
     return transcripts
 
 
+def write_lines(path, rows):
+    """A file appears whole or not at all."""
+    partial = Path(f"{path}.partial")
+    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def cut_half_line(path):
+    """Drop a last line that a crash left half-written."""
+    text = Path(path).read_bytes()
+    if not text.endswith(b"\n"):
+        Path(path).write_bytes(text[:text.rfind(b"\n") + 1])
+
+
 def read_jsonl(path):
     """The (file:line, object) pairs of a JSONL file."""
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
@@ -165,7 +286,8 @@ def from_sage(row):
         turns.append({"thought": agent.get("think"), "reply": agent["content"], "change": user["planning"]["change"],
                       "emotion": user["emotion-point"], "inner": inner, "user": user["content"], "raw": [], "flags": []})
     end = simulator.end_of(row["emo_point"], len(turns), 9, turns[-1]["user"] if turns else "")
-    return {"scenario": row["id"], "intention": simulator.intention_of(row["task"]), "character": row.get("character"),
+    return {"scenario": row["id"], "intention": simulator.intention_of(row["task"]),
+            "character": simulator.CHARACTERS.get(row.get("character"), row.get("character")),
             "start_emotion": opening["emotion-point"], "max_turns": 9, "opening": opening["content"], "turns": turns,
             "final_emotion": row["emo_point"], "end_reason": end or "farewell"}  # not stored; SAGE: a farewell word anywhere
 
@@ -241,24 +363,74 @@ def summarize(transcripts, settings=None, references=None):
     """Everything that is printed and stored; the keys are stable. n: scored dialogues; failed: those without a score."""
     scored = [t for t in transcripts if not failed(t)]
     lost = len(transcripts) - len(scored)
-    groups = {name: [t for t in scored if t["intention"] == name] for name in simulator.INTENTIONS}
     turns = [turn for transcript in scored for turn in scored_turns(transcript)]
     replies = [[turn["reply"].strip() for turn in scored_turns(transcript)] for transcript in scored]
     split = [turn for turn in turns if {"tokens", "thought_tokens"} <= turn.keys()]
+    thoughts = [hit for transcript in scored for hit in thought_hits(transcript)]
     return {
         **rates(scored), "failed": lost, "incomplete": lost > 0,
-        "per_intention": {name: rates(group) for name, group in groups.items() if group},
+        **{key: grouped(scored, field) for key, field in GROUPS.items()},
         "mean_turns": mean([len(scored_turns(transcript)) for transcript in scored]),
         "reply_tokens": mean([turn["tokens"] - turn["thought_tokens"] for turn in split]),
         "thought_tokens": mean([turn["thought_tokens"] for turn in split]),
         "format_rate": mean([turn["format_ok"] for turn in turns if "format_ok" in turn]),
         "repeat_rate": mean([reply in said[:place] for said in replies for place, reply in enumerate(said)]),
+        "collapse_rate": mean([collapsed(transcript) for transcript in scored]), "strategies": strategy_table(scored),
+        "need_named": mean([need for need, _ in thoughts]), "hint_named": mean([hint for _, hint in thoughts]),
         "end_reasons": dict(Counter(t["end_reason"] for t in transcripts).most_common()),
         "flags": dict(Counter(flag for t in transcripts for turn in t["turns"] for flag in turn["flags"]).most_common()),
         "references": references or {}, "settings": settings or {},
         "dialogues": [[t["scenario"], t.get("repetition", 0), None if failed(t) else t["final_emotion"], t["end_reason"]]
                       for t in transcripts],
     }
+
+
+def grouped(transcripts, field):
+    """Rates of each intention (in the paper's order), character type, or kind of pressure."""
+    names = {t.get(field) for t in transcripts if t.get(field)}
+    order = [name for name in simulator.INTENTIONS if name in names] + sorted(names - simulator.INTENTIONS.keys())
+    return {name: rates([t for t in transcripts if t.get(field) == name]) for name in order}
+
+
+def collapsed(transcript):
+    """Whether the dialogue collapsed: it ends 20 points or more below its start, or at least half of the agent's replies are
+    empty or said before, word for word. Our definition, from the transcript alone, so that every user has the same one."""
+    said = [turn["reply"].strip() for turn in scored_turns(transcript)]
+    lost = sum(not reply or reply in said[:place] for place, reply in enumerate(said))
+    return transcript["final_emotion"] <= transcript["start_emotion"] - 20 or 2 * lost >= len(said)
+
+
+def thought_hits(transcript):
+    """(need, hint) of each thought in the scripted world: whether it says "need X" with X the user's true wish, and whether it
+    names the keyword of a hint that the user has given. This is how we measure that a thought reads the user; it knows no
+    synonyms, so it means nothing for free text (there the judge asks for a number; judge.py)."""
+    heard = [transcript.get("opening") or ""]
+    for turn in scored_turns(transcript):
+        if turn.get("thought") and (turn.get("act") or turn["flags"][:1] == ["nothing"]):  # the scripted user heard it
+            words = set(simulator.words_of(turn["thought"]))
+            yield (re.findall(r"\bneeds? (\w+)", turn["thought"]) == [transcript["intention"]],
+                   any(keyword in words for text in heard for _, _, keyword in simulator.hints_in(text)))
+        heard.append(turn["user"])
+
+
+def strategy_table(transcripts):
+    """strategy -> turns that use it, uses a dialogue, and its contribution: the mean change of the user's emotion (points)
+    over the turns that use it (RLVER sec. 4; facts 5.7). A turn that uses two counts for both.
+
+    Labels are the judge's where it has read the dialogue, else the acts that the scripted user recognised.
+    """
+    changes, dialogues = defaultdict(list), 0
+    for transcript in transcripts:
+        turns = scored_turns(transcript)
+        labels = (transcript.get("judge") or {}).get("strategies") or [
+            turn["act"].split(" and ") if turn.get("act") else ["(none)"] for turn in turns]
+        if any(label != ["(none)"] for label in labels):
+            dialogues += 1
+            for turn, used in zip(turns, labels):
+                for label in used:
+                    changes[label].append(int(np.clip(turn["change"], -10, 10)))
+    return {label: {"turns": len(values), "per_dialogue": len(values) / dialogues, "contribution": mean(values)}
+            for label, values in sorted(changes.items(), key=lambda item: -len(item[1]))}
 
 
 def rates(transcripts):
@@ -300,19 +472,21 @@ def wilson(percent, n, z=1.96):
     return [100 * max(0.0, (centre - half) / (1 + z * z / n)), 100 * min(1.0, (centre + half) / (1 + z * z / n))]
 
 
+def differing(a, b, keys):
+    """{setting: (in a, in b)} where two settings differ."""
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+
+
 def compare(a, b, force=False, resamples=10_000, seed=0):
     """b - a on the scenarios that both have: paired bootstrap over scenarios, whose repetitions are averaged first.
 
     a, b: results of summarize(). p: twice the smaller share of resampled differences on one side of 0 (at most 1; never 0).
     ValueError if the users were different people (SIMULATOR_SIDE), unless forced, or if nothing is shared.
     """
-    def differing(keys):
-        return {key: (a["settings"].get(key), b["settings"].get(key)) for key in keys
-                if a["settings"].get(key) != b["settings"].get(key)}
-
     def say(pairs):
         return ", ".join(f"{key} {str(x)[:24]} / {str(y)[:24]}" for key, (x, y) in pairs.items())
-    mixed = {key: pair for key, pair in differing(SIMULATOR_SIDE).items() if None not in pair}
+    users, agents, judges = (differing(a["settings"], b["settings"], keys) for keys in (SIMULATOR_SIDE, AGENT_SIDE, JUDGE_SIDE))
+    mixed = {key: pair for key, pair in users.items() if None not in pair}
     if mixed and not force:
         raise ValueError(f"not comparable, the simulated users differ: {say(mixed)} (--force compares all the same)")
     unknown = [key for key in SIMULATOR_SIDE if None in (a["settings"].get(key), b["settings"].get(key))]
@@ -327,7 +501,8 @@ def compare(a, b, force=False, resamples=10_000, seed=0):
         raise ValueError("nothing to compare: the two results share no scored scenario")
     notes = [mixed and f"WARNING: THE SIMULATED USERS DIFFER, no fair comparison: {say(mixed)}",
              unknown and f"not recorded, so not checked: {', '.join(unknown)}",
-             differing(AGENT_SIDE) and f"the policies' settings differ: {say(differing(AGENT_SIDE))}",
+             agents and f"the policies' settings differ: {say(agents)}",
+             a.get("judge") and b.get("judge") and judges and f"THE JUDGES DIFFER: {say(judges)}",
              (a["incomplete"] or b["incomplete"]) and "INCOMPLETE: failed dialogues are left out",
              f"{len(shared)} scenarios in both; left out: {left_out[0]} only in A, {left_out[1]} only in B"]
     comparison = {"n": len(shared), "left_out": left_out, "notes": [note for note in notes if note]}
@@ -350,9 +525,10 @@ def read_result(path):
     except ValueError:  # many lines: transcripts
         result = None
     if isinstance(result, dict) and "dialogues" in result:
-        if summarize([]).keys() - result.keys() or not all(isinstance(row, list) and len(row) == 4 for row in result["dialogues"]):
+        whole = {*rates([]), "failed", "incomplete", "per_intention", "settings"} <= result.keys()
+        if not whole or not all(isinstance(row, list) and len(row) == 4 for row in result["dialogues"]):
             raise ValueError(f"{path}: not a whole result of evaluate.py --json")
-        return result
+        return summarize([]) | result  # an older file holds fewer numbers
     transcripts = read_transcripts(path)
     return summarize(transcripts, settings_of_file(path, transcripts))
 
@@ -368,6 +544,10 @@ def with_interval(value, ci):
     return f"{half_up(value)} ({half_up(ci[0])} to {half_up(ci[1])})" if ci else half_up(value)
 
 
+def with_se(row):
+    return f"{half_up(row['mean'], 2)} (SE {half_up(row['se'], 2)}, n {row['n']})" if row and row["n"] else "-"
+
+
 def headline(summary):
     if summary["score"] is None:
         return f"no score: all {summary['failed']} dialogues failed"
@@ -378,9 +558,24 @@ def headline(summary):
 
 def summary_tables(summary):
     """Tables as rows of text: all and each hidden intention; reference players; behaviour and counters."""
-    yield [("intention", "n", "SE", "score (95 %)", "success % (>= 100)", "failure % (< 10)")] + [
-        (name, str(row["n"]), half_up(row["score_se"], 2), *(with_interval(row[key], row[key + "_ci"]) for key in METRICS))
-        for name, row in {"all": summary, **summary["per_intention"]}.items()]
+    groups = [("", "all", summary), *([("", "persona not in training", summary["unseen_persona"])] if summary.get("unseen_persona") else [])] + [
+        (field if place == 0 else "", name, row) for key, field in GROUPS.items() for place, (name, row) in enumerate(summary[key].items())]
+    yield [("", "", "n", "SE", "score (95 %)", "success % (>= 100)", "failure % (< 10)")] + [
+        (field, name, str(row["n"]), half_up(row["score_se"], 2), *(with_interval(row[key], row[key + "_ci"]) for key in METRICS))
+        for field, name, row in groups]
+    if summary.get("per_seed"):
+        seeds = [value for value in summary["per_seed"].values()]
+        yield [("seed", "score"), *((seed, half_up(value)) for seed, value in summary["per_seed"].items()),
+               ("spread: sd, lowest to highest", f"{half_up(float(np.std(seeds, ddof=1)) if len(seeds) > 1 else None, 2)}, {half_up(min(seeds))} to {half_up(max(seeds))}")]
+    if summary["strategies"]:
+        yield [("strategy", "turns", "uses a dialogue", "contribution (mean change, points)")] + [
+            (name, str(row["turns"]), half_up(row["per_dialogue"], 2), ("+" if row["contribution"] > 0 else "") + half_up(row["contribution"], 2))
+            for name, row in summary["strategies"].items()]
+    if judged := summary.get("judge"):
+        yield [(f"as {judged['model']} judges", "")] + [(name, with_se(row)) for name, row in judged["abilities"].items()] + [
+            (name, half_up(judged[key], 2)) for name, key in (("solution -5 to empathy 5", "empathy"), ("structured -5 to creative 5", "creative"),
+                                                              ("emotion tracking: Pearson's r", "tracking_r"), ("emotion tracking: mean error, points", "tracking_error"))
+        ] + [("answers that could not be used", f"{judged['failed']} of {judged['asked']}")]
     if summary["references"]:
         yield [("reference player", "score")] + [(name, half_up(value)) for name, value in summary["references"].items()]
     yield ([("behaviour and counters", "")] + [(key, half_up(summary[key], 2)) for key in BEHAVIOUR]
@@ -402,6 +597,8 @@ def print_summary(summary):
     print(headline(summary))
     for table in summary_tables(summary):
         print_table(table)
+    if "rerun_differs" in summary:
+        print(f"rerun: {'differs in ' + ', '.join(summary['rerun_differs']) if summary['rerun_differs'] else 'identical to the stored result'}")
     if "transitions" in summary:
         print(f"transitions: {summary['transitions_ok']} of {summary['transitions']} verify, {len(summary['faults'])} faults",
               *summary["faults"][:5], sep="\n  ")
@@ -413,82 +610,6 @@ def print_table(rows):
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
-# ---- the report: one HTML file without scripts; every text is escaped, whatever a model wrote ----
-
-def write_report(run_dir, dialogues_per_file=16):
-    """runs/NAME/report.html from what the folder holds: metrics.jsonl, before/after.json(l), the last transcripts."""
-    run_dir = Path(run_dir)
-    metrics, last = run_dir / "metrics.jsonl", sorted(run_dir.glob("transcripts/*.jsonl"))[-1:]
-    results = {path.stem: read_result(path) for path in (run_dir / "before.json", run_dir / "after.json") if path.exists()}
-    files = [path for path in (run_dir / "before.jsonl", run_dir / "after.jsonl", *last) if path.exists()]
-    if not (results or files or metrics.exists()):
-        raise ValueError(f"{run_dir}: no run to report (no metrics.jsonl, before.json, after.json or transcripts in it)")
-    page = string.Template((ROOT / "assets" / "report.html").read_text(encoding="utf-8")).substitute(
-        title=escape(run_dir.resolve().name), results=html_results(results),
-        curves=html_curves([row for _, row in read_jsonl(metrics)] if metrics.exists() else []),
-        dialogues="".join(f"<h3>{escape(path.name)}</h3>" + "".join(
-            map(html_dialogue, read_transcripts(path)[:dialogues_per_file])) for path in files))
-    (run_dir / "report.html").write_text(page, encoding="utf-8")
-    return run_dir / "report.html"
-
-
-def html_table(rows):
-    cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
-    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
-
-
-def html_results(results):
-    parts = []
-    if len(results) == 2:
-        try:
-            comparison = compare(results["before"], results["after"])
-            parts = [f"<p>A: before, B: after. {escape('; '.join(comparison['notes']))}</p>", html_table(comparison_table(comparison))]
-        except ValueError as error:
-            parts = [f"<p>{escape(str(error))}</p>"]
-    for name, summary in results.items():
-        parts += [f"<h3>{name}: {escape(headline(summary))}</h3>", *map(html_table, summary_tables(summary)),
-                  "<details><summary>settings</summary>", html_table([("setting", "value"), *summary["settings"].items()]), "</details>"]
-    return "".join(parts)
-
-
-def html_curves(metrics):
-    """Every number of metrics.jsonl over the steps, the main ones first."""
-    curves = defaultdict(list)
-    for number, row in enumerate(metrics, 1):
-        for key, value in row.items():
-            if key != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-                curves[key].append((row.get("step", number), value))
-    return "".join(svg_curve(key, curves[key]) for key in [*CURVES, *sorted(curves.keys() - set(CURVES))] if key in curves)
-
-
-def svg_curve(title, points, width=300, height=120):
-    """A line over steps; highest and lowest value stand at its left, first and last step below."""
-    (x0, x1), (y0, y1) = ((min(values), max(values)) for values in zip(*points))
-    xy = [(45 + (width - 55) * (x - x0) / (x1 - x0 or 1), height - 20 - (height - 30) * (y - y0) / (y1 - y0 or 1)) for x, y in points]
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>step {step}: {value:.4g}</title></circle>'
-                   for (x, y), (step, value) in zip(xy, points))
-    return (f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {width} {height}" role="img">'
-            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in xy)}"/>{dots}<text y="14">{y1:.3g}</text>'
-            f'<text y="{height - 20}">{y0:.3g}</text><text x="45" y="{height - 4}">{x0}</text>'
-            f'<text x="{width - 10}" y="{height - 4}" text-anchor="end">{x1}</text></svg></figure>')
-
-
-def html_dialogue(transcript):
-    """Bubbles: the user at the left, the agent at the right; what each thought is folded."""
-    def bubble(who, text, hidden=None):
-        fold = f"<details><summary>the {who}'s thought</summary><p>{escape(str(hidden))}</p></details>" if hidden else ""
-        return f'<div class="bubble {who}">{fold}<p>{escape(str(text))}</p></div>' if text else fold
-    parts = [bubble("user", transcript.get("opening"))]
-    for turn in transcript["turns"]:
-        parts.append(bubble("agent", turn["reply"] or "(no reply)", turn.get("thought")))
-        if turn in scored_turns(transcript):
-            parts.append(f'<div class="emotion"><meter min="0" max="100" value="{turn["emotion"]}"></meter> emotion '
-                         f'{turn["emotion"]} ({turn["change"]:+d}) {escape(" ".join(map(str, turn["flags"])))}</div>')
-        parts.append(bubble("user", turn["user"], turn.get("inner")))
-    title = "{scenario}, wants {intention}: {start_emotion} → {final_emotion}, {end_reason}".format(**transcript)
-    return f'<details class="dialogue"><summary>{escape(title)}</summary>{"".join(parts)}</details>'
-
-
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"evaluate.py: {message} (--help lists the flags)\n")  # one line
@@ -496,11 +617,14 @@ def parse_args(argv=None):
     what.add_argument("--model", help="play the scenarios with this policy (a run folder, a Hugging Face folder or name)")
     what.add_argument("--transcripts", metavar="FILE", help="score this transcript file: ours, or a published SAGE result file")
     what.add_argument("--compare", nargs=2, metavar=("A", "B"), help="B - A of two --json or transcript files, paired bootstrap over scenarios")
-    what.add_argument("--report", metavar="RUN", help="write RUN/report.html from a run folder")
+    what.add_argument("--rerun", metavar="RESULT", help="play again exactly what this --json file was made with; exit code 1 if a number differs")
+    what.add_argument("--report", metavar="WHAT", nargs="+", help="write an HTML page: of a run folder, or of one or two result or transcript files")
+    what.add_argument("--watch", metavar="RUN", help="write RUN/report.html again and again while the run trains")
     out = parser.add_argument_group("what comes out")
     out.add_argument("--verify", action="store_true", help="derive every emotion again from the recorded changes; exit code 1 if one differs")
     out.add_argument("--json", metavar="FILE", help="write the numbers to FILE, for machines")
-    out.add_argument("--save-transcripts", metavar="FILE", help="write the dialogues to FILE, one a line")
+    out.add_argument("--save-transcripts", metavar="FILE", help="write each dialogue to FILE as it ends; what stands in it already, with the same settings, is not played again")
+    out.add_argument("--out", metavar="FILE", help="where --report and --watch write (default: report.html in the folder, or the first file's name with .html)")
     out.add_argument("--force", action="store_true", help="with --compare: also compare results of different simulated users")
     user = parser.add_argument_group("the simulated user (SAGE's setting is the default)")
     user.add_argument("--scenarios", default=str(ROOT / "prompts/en/test.jsonl"), metavar="FILE", help="scenario file (default: the held-out events of prompts/en/test.jsonl)")
@@ -518,7 +642,17 @@ def parse_args(argv=None):
     run.add_argument("--repetitions", type=positive, default=1, metavar="N", help="dialogues of each scenario (default: 1, SAGE)")
     run.add_argument("--limit", type=positive, metavar="N", help="only the first N scenarios (default: all)")
     run.add_argument("--seed", type=int, default=0, help="of the sampling and of the simulator (default: 0)")
+    run.add_argument("--seeds", type=positive, default=1, metavar="N", help="play with N seeds from --seed on and print their spread (default: 1, SAGE)")
+    run.add_argument("--train-scenarios", default="", metavar="FILE", help="also score the scenarios of --scenarios whose persona does not occur in FILE (default: none)")
+    judge = parser.add_argument_group("the judge: abilities, strategies, social-cognition plane, emotion tracking (RLVER 3.1, 4)")
+    judge.add_argument("--judge", default="", metavar="MODEL", help="an LLM that reads every dialogue, four calls each (default: none; the paper's is DeepSeek-V3)")
+    judge.add_argument("--judge-url", default="", metavar="URL", help="its OpenAI-compatible endpoint (default: --simulator-url, else OPENAI_BASE_URL, else OpenAI's)")
+    judge.add_argument("--judge-cache", default="", metavar="FILE", help="keeps every answer; what stands in it is never asked again (default: none)")
     args = parser.parse_args(argv)
+    if len(args.report or ()) > 2:
+        parser.error("--report compares at most two files")
+    if args.rerun:
+        return rerun_args(args, parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args)))))
     how = {"think": False, "temperature": 1.0, "max_new_tokens": 1024}
     if args.model and (checkpoints := sorted(Path(args.model).glob("checkpoints/step-*[0-9]"))):  # a run folder
         args.model = str(checkpoints[-1])
@@ -528,6 +662,22 @@ def parse_args(argv=None):
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.temperature *= not args.greedy
+    return args
+
+
+def rerun_args(args, given):
+    """The flags of the stored result. Only what does not change a number may stand beside --rerun."""
+    settings = read_result(args.rerun)["settings"]
+    if not isinstance(settings.get("model"), str):
+        raise ValueError(f"--rerun {args.rerun}: it was not played by a model, so there is nothing to play again")
+    if given_too := [name for name in PLAYED_WITH if getattr(given, name) is not None]:
+        raise ValueError(f"--rerun plays with the stored settings; leave out --{given_too[0].replace('_', '-')}")
+    for name in PLAYED_WITH:
+        if name in settings:
+            setattr(args, name, settings[name])
+    for name in ("scenarios", "train_scenarios"):
+        if getattr(args, name) and not Path(getattr(args, name)).exists():
+            setattr(args, name, str(ROOT / getattr(args, name)))
     return args
 
 

@@ -87,7 +87,8 @@ class Dialogue:
                       change=r.change, emotion=r.emotion, act=r.act, inner=r.inner, raw=r.raw, flags=r.flags, user=r.message)
                  for t in self.turns if (r := t.reaction or (self.end_reason == "simulator_failed" and unfelt))]
         return dict(scenario=self.scenario.id, event=self.scenario.event, intention=self.scenario.intention,
-                    character=self.scenario.character, repetition=self.repetition, seed=self.seed, think=self.think,
+                    character=self.scenario.character, kind=(self.scenario.script or {}).get("kind", ""),
+                    repetition=self.repetition, seed=self.seed, think=self.think,
                     start_emotion=self.start_emotion, max_turns=self.max_turns, opening=self.opening,
                     opening_raw=self.opening_raw or (self.error_raw if not self.turns else []),
                     final_emotion=self.emotion, end_reason=self.end_reason,
@@ -689,15 +690,21 @@ def make_engine(name, model_path, model, end_ids, max_new_tokens, temperature, m
 
 
 def play_scenarios(model_path, scenarios, make_user, think, temperature, max_new_tokens, max_turns,
-                   start_emotion, repetitions, seed, desc, engine="auto", pool=None, max_failures=1.0):
-    """Play every scenario `repetitions` times with one model; seeds depend on (seed, scenario, repetition) alone, so two
-    models meet the same users. make_user, pool: see simulator.users_of and rollout(). Once more than the share `max_failures`
-    of the dialogues has lost its user, the rest is not played but marked as failed. Returns [Dialogue]."""
+                   start_emotion, repetitions, seed, desc, engine="auto", pool=None, max_failures=1.0, seeds=1, done=(), on_end=None):
+    """Play every scenario `repetitions` times with one model, for each of `seeds` seeds from `seed` on (their repetitions are
+    counted on). Seeds depend on (seed, scenario, repetition) alone, so two models meet the same users. make_user, pool: see
+    simulator.users_of and rollout(). done: (scenario id, dialogue seed) pairs that are left out; on_end(dialogue) is called as
+    each ends. Once more than the share `max_failures` of the dialogues has lost its user, the rest is not played but marked as
+    failed. Returns the [Dialogue] that were played."""
+    dialogues = [Dialogue(scenario, think, seed_of(seed + run, scenario.id, repetition), run * repetitions + repetition,
+                          start_emotion=start_emotion, max_turns=max_turns)
+                 for run in range(seeds) for repetition in range(repetitions) for scenario in scenarios]
+    dialogues = [dialogue for dialogue in dialogues if (dialogue.scenario.id, dialogue.seed) not in done]
+    if not dialogues:
+        return []
     model, tokenizer = load_policy(model_path, weights=not uses_vllm(engine))
     chat = ChatTokens(tokenizer)
     engine = make_engine(engine, model_path, model, chat.end_ids, max_new_tokens, temperature)
-    dialogues = [Dialogue(scenario, think, seed_of(seed, scenario.id, repetition), repetition, start_emotion=start_emotion, max_turns=max_turns)
-                 for repetition in range(repetitions) for scenario in scenarios]
     with tqdm(total=len(dialogues), desc=desc, unit="dialogue", disable=None) as bar:
         for at in range(0, len(dialogues), 64):
             if sum(d.end_reason == "simulator_failed" for d in dialogues[:at]) > max_failures * at:
@@ -705,7 +712,7 @@ def play_scenarios(model_path, scenarios, make_user, think, temperature, max_new
                     dialogue.end_reason, dialogue.error = "simulator_failed", "not played: too many simulated users had failed"
                 break
             rollout(engine, chat, dialogues[at:at + 64], lambda d: make_user(d.scenario, start_emotion, max_turns, d.seed),
-                    system_prompt(think, language_of(scenarios[0])), pool, on_end=lambda d: bar.update())
+                    system_prompt(think, language_of(scenarios[0])), pool, on_end=lambda d: (bar.update(), on_end and on_end(d)))
             engine.sync()
     return dialogues
 

@@ -44,6 +44,8 @@ INTENTIONS = {
     "reflection": ("You hope to be guided to reflect on yourself and grow.", "自我反思"),
 }
 CHARACTERS = {"负面型": "negative", "被动型": "passive", "回避型": "avoidant"}
+# kinds of pressure of the adversarial users (after arXiv 2605.07138; prompts/en/adversarial.jsonl)
+PRESSURES = ("gaslighting", "escalation", "agreement", "reversal", "testing", "withdrawal")
 END_REASONS = ("satisfied", "gave_up", "farewell", "max_turns", "context_full", "simulator_failed")
 
 
@@ -109,6 +111,10 @@ def _scenarios_of_row(row, where):
         if not (isinstance(details, list) and details and all(
                 isinstance(d, list) and len(d) == 2 and all(isinstance(s, str) and s for s in d) for d in details)):
             raise ValueError(f'{where}: script: must be {{"details": [[word, sentence], ...]}}')
+        pressure = script.get("pressure", {})
+        if script.get("kind", PRESSURES[0]) not in PRESSURES or not isinstance(pressure, dict) or not all(
+                turn.isdecimal() and isinstance(line, str) and line for turn, line in pressure.items()) or pressure and "kind" not in script:
+            raise ValueError(f'{where}: script: kind must be one of {", ".join(PRESSURES)}, pressure {{"turn": line, ...}}')
     every = row["task"] == "all"
     for intention in INTENTIONS if every else [intention_of(row["task"], where)]:
         yield Scenario(f"{event}/{intention}" if every else event, event, row["player"], row["scene"],
@@ -885,6 +891,10 @@ class ScriptedSimulator:
         right act, in last turn's words   +5       right focus, wrong stance, names something   +5 once (challenging)
         empathy or listening, vanilla     +5 once  any other act, two acts at once, a thing never told, a repeat,
         dismissal, echo, no act at all   -10       over-long, a volley of questions, garbled or two-word text      -5
+
+    An adversarial scenario's script has a kind and pressure: lines said after the replies of these numbers. Each puts the next
+    reply under a rule of its kind (_under_pressure); otherwise nothing changes. Only `testing` asks for skill, the others for
+    patience: this is a stand-in for the LLM user's pressure, no psychology.
     """
 
     def __init__(self, scenario, difficulty="challenging", start_emotion=40, max_turns=9, seed=0):
@@ -895,7 +905,7 @@ class ScriptedSimulator:
         self.random = random.Random(f"{seed}/{scenario.id}/{difficulty}")
         self.user_texts, self.replies, self.told = [], [], []
         self.kindnesses = 0             # how often a merely kind or half-right reply was already welcomed
-        self.last_hint = None
+        self.last_hint, self.pressed = None, False          # pressed: the last message put the agent under pressure
         self.own_words = frozenset(word for word, _ in scenario.script["details"])
 
     def opening(self):
@@ -904,6 +914,8 @@ class ScriptedSimulator:
     def hear(self, reply):
         """Appraise one agent reply (its visible text only), then answer it. Returns a Reaction."""
         verdict, change, act, extra = self._appraise(reply)
+        if self.pressed:
+            verdict, change = self._under_pressure(reply, verdict, change, act)
         self.replies.append(reply)
         before, self.emotion = self.emotion, move_emotion(self.emotion, change)
         end_reason = end_of(self.emotion, len(self.replies), self.max_turns)
@@ -916,18 +928,38 @@ class ScriptedSimulator:
             details = self.scenario.script["details"]
             telling = details[len(self.replies)][1] if len(self.replies) < len(details) else ""
             mood = lines("user")["reactions"][f"{change:+d}"][{"S": "A", "F": "C"}.get(tier(self.emotion), tier(self.emotion))]
-            message = self._say(telling, self.random.choice(mood))
+            message = self._say(telling, self.random.choice(mood), self.scenario.script.get("pressure", {}).get(str(len(self.replies)), ""))
         heard = " and ".join(acts_in(reply)) or "nothing I can name"
         raw = [f"Content: {heard}\nReason: I came for {need}\nActivity: {inner}\n"
                f"Analysis: from {before} points, {verdict}\nChange: {change:+d}",
                f"Thinking: {inner}\nOrigin: {message}\nChange: none\nResponse: {message}"]
         return Reaction(change, self.emotion, message, inner, end_reason, act, raw, [verdict])
 
-    def _say(self, telling, reaction=""):
-        message = " ".join(filter(None, (reaction, telling, self._hint())))
+    def _say(self, telling, reaction="", pressure=""):
+        kind, self.pressed = self.scenario.script.get("kind"), bool(pressure)
+        if pressure and kind == "gaslighting":
+            self.told = []                                       # what was told is denied: to name it names nothing
+        if pressure and kind == "withdrawal":
+            telling, message = "", pressure                      # nothing to hold on to
+        else:
+            message = " ".join(filter(None, (pressure or reaction, telling, self._hint())))
         self.user_texts.append(message)
         self.told += [w for w in things_in(telling, self.own_words) if w not in self.told]
         return message
+
+    def _under_pressure(self, reply, verdict, change, act):
+        """-> verdict, change of a reply to a line of pressure; gaslighting and withdrawal bend what is said instead (_say)."""
+        kind, need = self.scenario.script["kind"], self.scenario.intention
+        named = any(w in self.told for w in things_in(reply, self.own_words, claimed=True))
+        if kind == "escalation" and change < 0:
+            return "escalated", -10                              # a miss now hurts as much as an insult
+        if kind == "agreement" and verdict in ("right", "vague", "again", "partner", "generic", "wrong") and need != "support":
+            return ("placated", 5) if act == "support" else ("refused", -5)     # giving in pays at once, and leads nowhere
+        if kind == "reversal" and change > 0:
+            return "reversed", -5                                # no reply is right; the next one can be
+        if kind == "testing" and not named and change > -10:
+            return "tested", -10                                 # proof of having listened is to name something told
+        return verdict, change
 
     def _hint(self):
         need, turn = self.scenario.intention, len(self.replies)
@@ -1040,7 +1072,7 @@ def play_reference(name, scenario, difficulty="challenging", start_emotion=40, m
                   "last message": infer_need([message], rng), "whole history": infer_need(user.user_texts, rng)}[name]
         reply = "..."
         if chosen:
-            reply, core = stock_reply(chosen, (things_in(message) or user.told)[-1], rng, not user.replies, avoid=core)
+            reply, core = stock_reply(chosen, (things_in(message) or user.told or [""])[-1], rng, not user.replies, avoid=core)
         reaction = user.hear(reply)
         message, end = reaction.message, reaction.end_reason
     return user.emotion

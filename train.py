@@ -280,8 +280,10 @@ def main(argv=None):
             if saving:                                                                               # 6. save
                 save_checkpoint(run, step + 1, best, args, engine, policy, tokenizer, critic, optimizers, sampler, rng)
             if stopping:
+                rank or leave_report(run)
                 rank or print(f"stopped after step {step + 1}. Go on with: python train.py --resume {run}")
                 sys.exit(128 + (caught or [signal.SIGTERM])[0])
+    rank or leave_report(run)
     rank or print(f"done. Next: python evaluate.py --model {run}")
     return run
 
@@ -540,6 +542,15 @@ def log(run, metrics, dialogues):
 def write_transcripts(run, step, dialogues):
     write_whole(run / "transcripts" / f"step-{step:06d}.jsonl",
                 "".join(json.dumps(d.to_dict(), ensure_ascii=False) + "\n" for d in dialogues))
+
+
+def leave_report(run):
+    """report.html of all that the run has; a page that cannot be written does not fail a run that is saved."""
+    import report  # here: only a run's end needs it
+    try:
+        print(f"report     {report.write_report(run)}")
+    except (ValueError, OSError) as error:
+        print(f"warning: no report: {error}", file=sys.stderr)
 
 
 def save_checkpoint(run, step, best, args, engine, policy, tokenizer, critic, optimizers, sampler, rng):

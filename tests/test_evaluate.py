@@ -260,7 +260,8 @@ def test_playing_stores_what_is_needed_to_play_again(capsys, tmp_path, monkeypat
     def play_scenarios(model, scenarios, **options):
         asked.update(options)
         return [types.SimpleNamespace(to_dict=lambda s=s: dialogue([45, 55], s.id)) for s in scenarios]
-    monkeypatch.setitem(sys.modules, "rollout", types.SimpleNamespace(play_scenarios=play_scenarios))
+    monkeypatch.setitem(sys.modules, "rollout", types.SimpleNamespace(play_scenarios=play_scenarios, uses_vllm=lambda name: False,
+                                                                      torch=types.SimpleNamespace(get_num_threads=lambda: 1)))
     monkeypatch.setattr(evaluate.simulator, "REFERENCE_PLAYERS", ("whole history",))
     monkeypatch.setattr(evaluate.simulator, "play_reference", lambda *args: 90)
     (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"id": f"s{number}", "player": "p", "scene": "s", "main_cha": "passive",
@@ -276,21 +277,142 @@ def test_playing_stores_what_is_needed_to_play_again(capsys, tmp_path, monkeypat
     assert again["score"] == result["score"] and again["score_ci"] == result["score_ci"] and again["dialogues"] == result["dialogues"]
 
 
-# ---- report ----
+# ---- the same again: --rerun, a file that grows, seeds ----
 
-def test_the_report_escapes_whatever_was_said_and_needs_no_other_file(tmp_path):
-    attack = "<script>alert('x')</script> $title & </details>"
-    talk = dialogue([45, 55], scenario=attack, opening=attack)
-    talk["turns"][0] |= {"reply": attack, "thought": attack, "inner": attack, "user": attack, "flags": [attack]}
-    (tmp_path / "transcripts").mkdir()
-    save(tmp_path / "transcripts" / "step-000002.jsonl", [talk])
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "score": 20, "format_rate": NaN}\n'
-                                            '{"step": 2, "score": 40.5, "success": 3, "kl": 0}\n')
-    for name in ("before", "after"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(evaluate.summarize([talk], {"model": attack}, {attack: 90})))
-    page = evaluate.write_report(tmp_path).read_text(encoding="utf-8")
-    assert "<script" not in page and "http://" not in page and "https://" not in page and "src=" not in page
-    assert page.count("&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; $title &amp; &lt;/details&gt;") >= 10
-    assert page.count("<figure>") == 3 and "step 2: 40.5" in page and "nan" not in page
-    assert "emotion 45 (+5)" in page and "prefers-color-scheme: dark" in page
-    assert page.count("<details") == page.count("</details>")
+@pytest.fixture
+def tiny(tmp_path, model, tokenizer):
+    """The folder of a saved random model, and flags that play it in a second."""
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return ["--model", folder, "--limit", 3, "--max-turns", 2, "--max-new-tokens", 6, "--temperature", "0.9", "--difficulty", "vanilla", "--seed", 5]
+
+
+def test_a_result_is_had_again_from_its_own_file_and_a_change_is_noticed(tiny, capsys, tmp_path):
+    assert run(capsys, *tiny, "--json", tmp_path / "a.json")[0] == 0
+    code, out, _ = run(capsys, "--rerun", tmp_path / "a.json", "--json", tmp_path / "b.json")
+    a, b = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
+    assert code == 0 and "rerun: identical" in out and b.pop("rerun_differs") == [] and a == b
+    a["dialogues"][1][2] += 5
+    (tmp_path / "a.json").write_text(json.dumps(a))
+    code, out, _ = run(capsys, "--rerun", tmp_path / "a.json")
+    assert code == 1 and "rerun: differs in dialogues" in out
+
+
+def test_a_rerun_refuses_other_flags_other_files_and_what_no_model_played(tiny, capsys, tmp_path):
+    run(capsys, *tiny, "--json", tmp_path / "a.json")
+    code, _, err = run(capsys, "--rerun", tmp_path / "a.json", "--temperature", 1)
+    assert code == 2 and "leave out --temperature" in err and err.count("\n") == 1
+    with open(tiny[1] / "tokenizer.json", "a") as file:
+        file.write("\n")
+    code, _, err = run(capsys, "--rerun", tmp_path / "a.json")
+    assert code == 2 and "model changed since" in err and err.count("\n") == 1
+    (tmp_path / "s.json").write_text(json.dumps(evaluate.summarize(finals([40, 60]))))
+    code, _, err = run(capsys, "--rerun", tmp_path / "s.json")
+    assert code == 2 and "not played by a model" in err
+
+
+def test_the_fingerprint_holds_what_makes_a_number():
+    args = evaluate.parse_args(["--model", "no/such/folder", "--think", "--judge", "j"])
+    settings = evaluate.settings_of_run(args)
+    assert settings["end_rules"] == evaluate.END_RULES and settings["judge"] == "j" and settings["judge_sampling"] and settings["clamp"] == 10
+    assert settings["system_prompt_sha256"] != evaluate.settings_of_run(evaluate.parse_args(["--model", "x"]))["system_prompt_sha256"]
+    assert len(settings["judge_prompts_sha256"]) == len(settings["prompts_sha256"]) == 64 and settings["scenarios"] == "prompts/en/test.jsonl"
+    assert set(evaluate.SIMULATOR_SIDE) <= settings.keys() and "model_sha256" not in settings      # a hub name has no file here
+
+
+def test_an_interrupted_evaluation_plays_only_what_is_missing(tiny, capsys, tmp_path, monkeypatch):
+    import rollout
+    whole, half, played = tmp_path / "whole.jsonl", tmp_path / "half.jsonl", []
+    run(capsys, *tiny, "--save-transcripts", whole, "--json", tmp_path / "a.json")
+    lines = whole.read_text().splitlines(keepends=True)
+    lost = json.dumps(json.loads(lines[2]) | {"end_reason": "simulator_failed"}) + "\n"             # its user had failed: play it again
+    half.write_text(lines[0] + lost + lines[1][:100])                                            # a crash left half a line
+    real = rollout.rollout
+    monkeypatch.setattr(rollout, "rollout", lambda engine, chat, dialogues, *a, **kw: (played.extend(d.scenario.id for d in dialogues), real(engine, chat, dialogues, *a, **kw))[1])
+    run(capsys, *tiny, "--save-transcripts", half, "--json", tmp_path / "b.json")
+    assert played == [json.loads(line)["scenario"] for line in lines[1:]] and half.read_text() == whole.read_text()
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
+    played.clear()
+    run(capsys, *tiny, "--limit", 2, "--save-transcripts", half)                                 # nothing is missing
+    assert not played
+    code, _, err = run(capsys, *tiny, "--seed", 6, "--save-transcripts", half)
+    assert code == 2 and "dialogues of other settings" in err and err.count("\n") == 1
+    code, _, err = run(capsys, "--rerun", tmp_path / "a.json", "--save-transcripts", half)
+    assert code == 2 and "name a new file" in err
+
+
+def test_each_dialogue_is_on_disk_as_soon_as_it_ends(tiny, capsys, tmp_path, monkeypatch):
+    import rollout
+    real, seen = rollout.rollout, []
+
+    def stop(engine, chat, dialogues, *rest, on_end, **kw):
+        real(engine, chat, dialogues, *rest, on_end=lambda d: (on_end(d), seen.append((tmp_path / "t.jsonl").read_text().count("\n"))), **kw)
+        raise OSError("the power went")
+    monkeypatch.setattr(rollout, "rollout", stop)
+    assert run(capsys, *tiny, "--save-transcripts", tmp_path / "t.jsonl")[0] == 2
+    assert seen == [1, 2, 3]
+
+
+def test_several_seeds_are_those_of_single_runs_and_their_spread_is_printed(tiny, capsys, tmp_path):
+    for name, flags in (("both", ("--seeds", 2)), ("one", ()), ("two", ("--seed", 6))):
+        code, out, _ = run(capsys, *tiny, *flags, "--json", tmp_path / f"{name}.json", "--save-transcripts", tmp_path / f"{name}.jsonl")
+        assert code == 0 and ("spread: sd" in out) == (name == "both")
+    both, one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("both", "one", "two"))
+    assert both["per_seed"] == {"5": one["score"], "6": two["score"]} and both["n"] == 6
+    said = lambda name: [[turn["reply"] for turn in json.loads(line)["turns"]] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    assert said("both") == said("one") + said("two") and said("one") != said("two")
+
+
+# ---- personas, strategies, collapse ----
+
+def test_scenarios_whose_persona_was_trained_on_get_no_second_score(capsys, tmp_path):
+    row = {"scene": "s", "main_cha": "passive", "task": "praise"}
+    for name, people in (("test", ["ann", "bob", "cid"]), ("train", ["bob", "eve"])):
+        (tmp_path / name).write_text("\n".join(json.dumps(row | {"id": f"{name}-{who}", "player": who}) for who in people))
+    path = save(tmp_path / "t.jsonl", [dialogue([value], f"test-{who}") for who, value in (("ann", 50), ("bob", 100), ("cid", 60))])
+    flags = ("--transcripts", path, "--scenarios", tmp_path / "test", "--train-scenarios", tmp_path / "train")
+    code, out, _ = run(capsys, *flags, "--json", tmp_path / "r.json")
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert code == 0 and "persona not in training  2" in out and (result["unseen_persona"]["n"], result["unseen_persona"]["score"], result["score"]) == (2, 55, 70)
+    code, _, err = run(capsys, "--transcripts", path, "--train-scenarios", tmp_path / "train")
+    assert code == 2 and "is not in --scenarios" in err
+
+
+def test_54_of_the_100_official_test_profiles_share_their_persona_with_training(official):
+    talks = evaluate.read_transcripts(next((official / "sage").glob("*__gpt-4.1_result.jsonl")))
+    left = evaluate.of_unseen_personas(talks, official / "test_profile.jsonl", official / "train_profile.jsonl")
+    assert (len(talks), len(left)) == (100, 100 - 54)
+    result = evaluate.summarize(talks)
+    assert {name: row["n"] for name, row in result["per_character"].items()} == {"avoidant": 25, "negative": 41, "passive": 34}
+    assert result["strategies"] == {}                                        # nobody labelled these turns
+
+
+def test_a_strategys_contribution_is_the_mean_change_of_the_turns_that_use_it():
+    first, second = dialogue([50, 45, 55]), dialogue([30, 20], "b")           # +10 -5 +10; -10 -10
+    for talk, acts in ((first, ["praise", "advice", "praise and empathy"]), (second, [None, "advice"])):
+        for turn, act in zip(talk["turns"], acts):
+            turn["act"] = act
+    assert evaluate.summarize([first, second])["strategies"] == {
+        "praise": {"turns": 2, "per_dialogue": 1, "contribution": 10}, "advice": {"turns": 2, "per_dialogue": 1, "contribution": -7.5},
+        "empathy": {"turns": 1, "per_dialogue": 0.5, "contribution": 10}, "(none)": {"turns": 1, "per_dialogue": 0.5, "contribution": -10}}
+
+
+@pytest.mark.parametrize("emotions, replies, collapsed", [
+    ([30, 20], None, True), ([30, 25], None, False), ([90, 20], None, True),                        # 20 points below the start, 40
+    ([45, 50], ["Hm.", "Hm."], True), ([45, 50, 55], ["Hm.", "Hm.", "I see."], False), ([45, 50], ["", "Go on."], True)])
+def test_a_dialogue_collapses_by_its_end_or_by_empty_and_repeated_replies(emotions, replies, collapsed):
+    talk = dialogue(emotions)
+    for turn, reply in zip(talk["turns"], replies or ()):
+        turn["reply"] = reply
+    assert evaluate.collapsed(talk) is collapsed and evaluate.summarize([talk])["collapse_rate"] == collapsed
+
+
+def test_thoughts_are_held_against_the_true_need_and_the_hints_given_so_far():
+    talk = dialogue([45, 55, 50], opening="I lost a coat. It was my own choice.")                   # hint: choice
+    for turn, thought, act in zip(talk["turns"], ("I hear choice and nothing. They need praise. I will praise.",
+                                                  "I hear cry. They need empathy. I will advise.", None), ("praise", "advice", "advice")):
+        turn |= {"thought": thought, "act": act}
+    result = evaluate.summarize([talk])
+    assert result["need_named"] == 1 / 2 and result["hint_named"] == 1 / 2                          # nobody said "I could cry."
+    assert evaluate.summarize([dialogue([45])])["need_named"] is None

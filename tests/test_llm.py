@@ -270,7 +270,8 @@ def test_each_language_and_difficulty_has_whole_prompts_of_its_own(endpoint, lan
 
 
 def test_both_languages_have_the_same_prompts_with_the_same_places():
-    files = {language: {path.name: path.read_text(encoding="utf-8") for path in (PROMPTS / language).glob("*.*.txt")} for language in ("en", "zh")}
+    files = {language: {path.name: path.read_text(encoding="utf-8") for path in (PROMPTS / language).glob("*.*.txt")
+                         if not path.name.startswith("judge.")} for language in ("en", "zh")}     # the judge reads every language in English
     assert files["en"].keys() == files["zh"].keys() and len(files["en"]) == 9
     for name in files["en"]:
         en, zh = (set(string.Template(files[language][name]).get_identifiers()) for language in ("en", "zh"))
@@ -757,7 +758,7 @@ def test_training_with_an_llm_user_logs_its_calls_and_keeps_no_key(endpoint, pol
     assert (config["simulator"], config["simulator_model"], config["simulator_url"]) == ("llm", "m", endpoint.url)
     assert not any(KEY.encode() in path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert f"m at {endpoint.url}" in capsys.readouterr().out
-    evaluate.write_report(run)
+    assert "Learning curves" in (run / "report.html").read_text(encoding="utf-8")
     assert evaluate.verify(evaluate.read_transcripts(run / "transcripts" / "step-000002.jsonl"))["faults"] == []
 
 
@@ -871,3 +872,16 @@ def test_two_ranks_share_the_limit_of_calls_and_log_the_calls_of_both(endpoint, 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     args = train.parse_args(train_flags(policy, endpoint, "--simulator-concurrency", "16"))
     assert simulator.users_of(args)[1].in_flight._value == 4
+
+
+def test_the_judge_reads_dialogues_through_the_same_client(endpoint, tmp_path, capsys):
+    from test_evaluate import dialogue, run, save
+    from test_judge import good
+    endpoint.plan = lambda prompt, request: good(prompt) if "oldest line first" in prompt else "yes"
+    path = save(tmp_path / "t.jsonl", [dialogue([45, 55]), dialogue([30, 35], "b")])
+    for name in "ab":
+        code, out, _ = run(capsys, "--transcripts", path, "--judge", "m", "--judge-url", endpoint.url, "--judge-cache", tmp_path / "cache.jsonl", "--json", tmp_path / f"{name}.json")
+        assert code == 0 and "as m judges" in out and "0 of 6" in out
+    assert len(endpoint.requests) == 1 + 6                                             # the second time everything is in the cache, the probe too
+    assert all(request["temperature"] == 0 and "seed" in request for request in endpoint.requests)
+    assert not any(KEY in file.read_text() for file in tmp_path.iterdir())

@@ -2,7 +2,8 @@
 
 Golden values are worked out by hand, from the fact sheet, or from the published files. `user_with` is the smallest scripted user.
 """
-import json  # noqa: I001
+import dataclasses  # noqa: I001
+import json
 import random
 import re
 import time
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import (CUT, END_REASONS, INTENTIONS, PROMPTS, REFERENCE_PLAYERS, ParseError, PrivateLeak, Scenario, ScriptedSimulator, acts_in,
+import simulator
+from simulator import (CUT, END_REASONS, PRESSURES, INTENTIONS, PROMPTS, REFERENCE_PLAYERS, ParseError, PrivateLeak, Scenario, ScriptedSimulator, acts_in,
                        end_of, farewell, garbled, hints_in, infer_need, intention_of, lines, load_scenarios, main, move_emotion,
                        parse_appraisal, parse_reply, play_reference, stock_reply, things_in, tier)
 
@@ -1044,3 +1046,102 @@ def test_a_person_can_be_the_agent_in_the_terminal(monkeypatch, capsys):
 def test_an_unknown_scenario_id_is_told_in_one_line():
     with pytest.raises(ValueError, match="no scenario 'x'.*--list"):
         main(["--scenario", "x"])
+
+
+# ---- adversarial users ----
+
+HOSTILE = load_scenarios(PROMPTS / "en" / "adversarial.jsonl")
+
+
+def pressed_and_calm(kind, reply_of):
+    """Reactions to the same replies by a user under this kind of pressure, and by the same one without. reply_of(user, turn)."""
+    scenario = next(s for s in HOSTILE if s.script["kind"] == kind and s.intention != "support")
+    plain = dataclasses.replace(scenario, script={"details": scenario.script["details"]})
+    turns = []
+    for who in (scenario, plain):
+        user = ScriptedSimulator(who)
+        user.opening()
+        turns.append([user.hear(reply_of(user, turn)) for turn in range(4)])
+    return scenario, *turns
+
+
+def right(user, turn):
+    """The needed act, naming what was told last, in changing words."""
+    return stock_reply(user.scenario.intention, user.told[-1] if user.told else "", random.Random(turn))[0]
+
+
+def test_there_are_four_adversarial_scenarios_of_each_kind_of_all_wishes_and_none_of_their_people_is_trained_on():
+    assert Counter(s.script["kind"] for s in HOSTILE) == dict.fromkeys(PRESSURES, 4) and {s.intention for s in HOSTILE} == set(INTENTIONS)
+    trained = {s.persona for name in ("train", "valid", "test") for s in load_scenarios(PROMPTS / "en" / f"{name}.jsonl")}
+    assert len({s.persona for s in HOSTILE}) == 24 and not trained & {s.persona for s in HOSTILE}
+    for scenario in HOSTILE:
+        assert scenario.first_message == scenario.script["details"][0][1] and len(scenario.script["pressure"]) >= 2
+        assert all(word in things_in(line, frozenset([word])) for word, line in scenario.script["details"])
+        assert not any(hints_in(line) for line in scenario.script["pressure"].values())
+
+
+@pytest.mark.parametrize("kind", PRESSURES)
+def test_pressure_is_said_at_its_turn_and_bends_nothing_before_it(kind):
+    scenario, pressed, calm = pressed_and_calm(kind, right)
+    first = int(min(scenario.script["pressure"], key=int))
+    assert scenario.script["pressure"][str(first)] in pressed[first - 1].message
+    assert [r.change for r in pressed[:first]] == [r.change for r in calm[:first]]
+
+
+def test_under_escalation_a_miss_costs_ten_and_a_hit_still_counts():
+    miss = lambda user, turn: stock_reply(next(a for a in INTENTIONS if simulator.FOCUS[a] != simulator.FOCUS[user.scenario.intention]), "", random.Random(turn))[0]
+    _, pressed, calm = pressed_and_calm("escalation", miss)
+    assert pressed[1].change == -10 and pressed[1].flags == ["escalated"] and calm[1].change == -5
+    assert pressed_and_calm("escalation", right)[1][1].change > 0
+
+
+def test_agreeing_on_demand_pays_once_and_refusing_costs_once():
+    agree = lambda user, turn: stock_reply("support", "", random.Random(turn))[0] if turn == 2 else right(user, turn)
+    _, gave_in, _ = pressed_and_calm("agreement", agree)
+    _, held, _ = pressed_and_calm("agreement", right)
+    assert (gave_in[2].change, gave_in[2].flags) == (5, ["placated"]) and (held[2].change, held[2].flags) == (-5, ["refused"]) and held[3].change > 0
+
+
+def test_a_reversal_spoils_the_best_reply_and_passes():
+    _, pressed, calm = pressed_and_calm("reversal", right)
+    spoilt = next(i for i, r in enumerate(pressed) if r.flags == ["reversed"])
+    assert pressed[spoilt].change == -5 and calm[spoilt].change > 0 and spoilt in (2, 3)
+
+
+def test_a_test_is_passed_by_naming_something_told():
+    vague = lambda user, turn: stock_reply(user.scenario.intention, "", random.Random(turn))[0] if turn == 2 else right(user, turn)
+    assert pressed_and_calm("testing", vague)[1][2].flags == ["tested"] and pressed_and_calm("testing", vague)[1][2].change == -10
+    assert pressed_and_calm("testing", right)[1][2].change > 0
+
+
+def test_gaslighting_denies_what_was_told_and_withdrawal_tells_nothing():
+    scenario = next(s for s in HOSTILE if s.script["kind"] == "gaslighting")
+    user = ScriptedSimulator(scenario)
+    user.opening()
+    for turn in range(2):
+        user.hear(right(user, turn))
+    assert scenario.script["details"][0][0] not in user.told and scenario.script["details"][2][0] in user.told
+    scenario, pressed, _ = pressed_and_calm("withdrawal", right)
+    first = int(min(scenario.script["pressure"], key=int))
+    assert pressed[first - 1].message == scenario.script["pressure"][str(first)] and not hints_in(pressed[first - 1].message)
+
+
+def test_the_best_player_stands_every_pressure_and_no_constant_act_does():
+    mean = lambda name: sum(simulator.play_reference(name, s) for s in HOSTILE) / len(HOSTILE)
+    assert mean("whole history") > 90 and mean("constant act") < 30 and mean("silent") == 0
+
+
+@pytest.mark.parametrize("script, what", [({"kind": "bribery"}, "kind must be one of"), ({"kind": "testing", "pressure": {"x": "Hm."}}, "pressure"),
+                                          ({"pressure": {"2": "Hm."}}, "pressure"), ({"kind": "testing", "pressure": {"2": ""}}, "pressure")])
+def test_a_script_with_unknown_pressure_is_refused(script, what, tmp_path):
+    row = {"id": "a", "player": "p", "scene": "s", "main_cha": "passive", "task": "praise", "script": {"details": [["coat", "A coat."]], **script}}
+    (tmp_path / "s.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=f"s.jsonl:1: script: .*{what}"):
+        load_scenarios(tmp_path / "s.jsonl")
+
+
+def test_chit_chat_is_for_the_llm_user_alone_and_has_every_wish():
+    people = load_scenarios(PROMPTS / "en" / "chitchat.jsonl")
+    assert len(people) == 12 and {s.intention for s in people} == set(INTENTIONS) and all(s.first_message for s in people)
+    with pytest.raises(ValueError, match="has no script"):
+        ScriptedSimulator(people[0])

@@ -1,0 +1,345 @@
+"""The report: one HTML file for a training run, an evaluation or a comparison. No network, no second file, no build step.
+
+Curves, tables and plots are drawn here; assets/report.html holds style, layout and a few lines of JavaScript that filter
+and open dialogues. Whatever a model or a user wrote stays text, by three walls: tables and plots are escaped, dialogues
+travel as JSON that holds no "<" and are shown through textContent, and the page's policy runs no script but the
+template's own (by its hash).
+Address of a view: report.html#q=money&intention=praise&end=gave_up&source=after&open=0   (open: row of the filtered list)
+Run: python evaluate.py --report runs/NAME          # also FILE.jsonl, result.json, two of them, a published SAGE file
+     python evaluate.py --watch runs/NAME           # writes it again and again while the run trains
+"""
+import base64
+import hashlib
+import json
+import math
+import os
+import string
+import time
+from collections import defaultdict
+from html import escape
+from pathlib import Path
+
+import evaluate
+
+TEMPLATE = Path(__file__).resolve().parent / "assets" / "report.html"
+STEPS_SHOWN = 8                 # a long run's dialogues would make a file that no phone opens: evenly spread steps, first and last
+# drawn first, with a plain title and, where the scale is fixed, its ends; every other number of metrics.jsonl is folded
+CURVES = {"emotion": ("mean final emotion, points", 0, 100), "success": ("success, % of dialogues", 0, 100),
+          "failure": ("failure, % of dialogues", 0, 100), "eval_emotion": ("held-out score, points", 0, 100),
+          "response_len": ("tokens of a reply, thought included", 0, None), "turns": ("replies in a dialogue", 0, None),
+          "format_rate": ("well-formed replies, %", None, 100), "repeat_rate": ("repeated replies, %", 0, None),
+          "approx_kl": ("KL of a step's update, nats", None, None), "ref_kl": ("KL to the first policy, nats", 0, None),
+          "mismatch": ("engine against learner, nats a token", None, None), "entropy": ("entropy, nats a token", 0, None)}
+BINS = [(low, low + 9) for low in range(0, 100, 10)] + [(100, 100)]
+
+
+def write_report(paths, out=None, refresh=0):
+    """One page from a run folder, or from one or two result or transcript files. Returns its path.
+
+    out: where to write (default: report.html in the folder, or the first file's name with .html). refresh: seconds after which
+    an open page loads itself again, 0 = never. ValueError when there is nothing to show.
+    """
+    paths = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    found = gather_run(paths[0]) if len(paths) == 1 and paths[0].is_dir() else gather_files(paths)
+    out = Path(out) if out else paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")    # whole or not at all: a browser may be reading, --watch writing
+    try:
+        partial.write_text(page(**found, refresh=refresh), encoding="utf-8")
+        os.replace(partial, out)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written ({error.strerror}); name another file with --out") from None
+    return out
+
+
+def watch(run_dir, out=None, seconds=10):
+    """Write the report again whenever the run has logged a step, until Ctrl-C; the page reloads itself meanwhile."""
+    log, seen, told = Path(run_dir) / "metrics.jsonl", None, False
+    if not Path(run_dir).is_dir():
+        raise ValueError(f"{run_dir}: no run folder to watch; train.py makes it when it starts")
+    try:
+        while True:
+            stamp = log.stat().st_mtime_ns if log.exists() else None
+            if stamp != seen:
+                path, seen = write_report(run_dir, out, refresh=seconds), stamp
+                told = told or print(f"{path}: open it in a browser; Ctrl-C ends the watch", flush=True) or True
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        if seen:
+            write_report(run_dir, out)
+
+
+# ---- what there is to show -------------------------------------------------------------------------------------------------
+
+def gather_run(run):
+    """A run folder: config.json, metrics.jsonl, before/after.json(l), the dialogues of some steps."""
+    metrics, config = run / "metrics.jsonl", run / "config.json"
+    metrics = [row for _, row in evaluate.read_jsonl(metrics)] if metrics.exists() else []
+    results, sources = {}, {}
+    for name in ("before", "after"):
+        result, talks = run / f"{name}.json", run / f"{name}.jsonl"
+        if talks.exists():
+            sources[name] = evaluate.read_transcripts(talks)
+        if result.exists() or talks.exists():
+            results[name] = evaluate.read_result(result if result.exists() else talks)
+            if talks.exists():                   # numbers that the result file was too old to hold
+                results[name] |= {key: value for key, value in evaluate.summarize(sources[name]).items() if not results[name].get(key)}
+    steps = sorted(run.glob("transcripts/step-*.jsonl"))
+    count = min(STEPS_SHOWN, len(steps))
+    shown = [round(place * (len(steps) - 1) / max(1, count - 1)) for place in range(count)]
+    for path in (steps[place] for place in shown):
+        sources[f"step {int(path.stem.removeprefix('step-'))}"] = evaluate.read_transcripts(path)
+    if not (results or sources or metrics):
+        raise ValueError(f"{run}: no run to report (no metrics.jsonl, before.json, after.json or transcripts in it)")
+    settings = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    kicker = "Training run" + (f": {settings.get('algo', '')}, {'thinking' if settings.get('think') else 'without thinking'}" if settings else "")
+    note = f" Dialogues of {len(shown)} of {len(steps)} steps are shown; the others lie in {run.name}/transcripts." if len(steps) > len(shown) else ""
+    return dict(title=run.resolve().name, kicker=kicker, metrics=metrics, results=results, sources=sources, settings=settings, note=note)
+
+
+def gather_files(paths):
+    """One or two result files (--json) or transcript files, ours or SAGE's. A result's dialogues lie beside it, as NAME.jsonl."""
+    results, sources = {}, {}
+    for path in paths:
+        result = evaluate.read_result(path)
+        name = path.stem.partition("_based_simulator__")[2].removesuffix("_result") or path.stem
+        name = name if name not in results else f"{path.parent.name}/{path.stem}"
+        results[name] = result
+        talks = path.with_suffix(".jsonl")
+        if path.suffix == ".json" and not talks.exists():
+            continue
+        sources[name] = evaluate.read_transcripts(talks if path.suffix == ".json" else path)
+    return dict(title=" and ".join(results), kicker="Evaluation" if len(results) == 1 else "Comparison", metrics=[], results=results,
+                sources=sources, settings={}, note="")
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------------
+
+def page(title, kicker, metrics, results, sources, settings, note, refresh=0):
+    template = TEMPLATE.read_text(encoding="utf-8")
+    script = template.partition("<script>")[2].partition("</script>")[0]        # the hash of exactly these bytes may run
+    data = [{"source": name, "dialogues": [short(transcript) for transcript in transcripts]} for name, transcripts in sources.items()]
+    parts = [(title_, body) for title_, body in (
+        ("Results", tiles(results, metrics) + html_comparison(results)), ("Learning curves", html_curves(metrics)),
+        ("By hidden intention", html_groups(results, "per_intention")), ("By character", html_groups(results, "per_character")),
+        ("Kinds of pressure", html_groups(results, "per_kind")), ("Final emotions", html_histogram(results)),
+        ("Strategies", html_strategies(results)), ("Abilities, as judged", html_judged(results)),
+        ("All numbers and settings", html_numbers(results, settings))) if body]
+    return string.Template(template.replace(script, "$script")).substitute(
+        script=script, policy=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(), title=escape(title), kicker=escape(kicker),
+        refresh=f'<meta http-equiv="refresh" content="{int(refresh)}">' if refresh else "",
+        sections="".join(f"<section><h2>{name}</h2>{body}</section>" for name, body in parts), note=escape(note),
+        data=json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def short(transcript):
+    """What the page needs of a dialogue; the simulator's raw texts stay in the transcript."""
+    felt = evaluate.scored_turns(transcript)
+    return {"id": transcript["scenario"], "intention": transcript["intention"], "character": transcript.get("character") or "",
+            "kind": transcript.get("kind") or "", "repetition": transcript.get("repetition", 0), "error": transcript.get("error") or "",
+            "opening": transcript.get("opening") or "", "end": transcript["end_reason"], "final": transcript["final_emotion"],
+            "failed": evaluate.failed(transcript), "max_turns": transcript["max_turns"],
+            "emotions": [transcript["start_emotion"], *(turn["emotion"] for turn in felt)], "judge": transcript.get("judge") or None,
+            "turns": [{key: turn.get(key) for key in ("thought", "reply", "change", "emotion", "inner", "user", "act", "flags")}
+                      for turn in transcript["turns"]]}
+
+
+def el(tag, *inner, **attributes):
+    """One element. inner: HTML that is safe already; attributes are escaped here (class_ is class, aria_label aria-label)."""
+    said = "".join(f' {name.strip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items())
+    return f"<{tag}{said}>{''.join(inner)}</{tag}>"
+
+
+def text(tag, words, **attributes):
+    return el(tag, escape(str(words)), **attributes)
+
+
+def html_table(rows):
+    """The first row is the head."""
+    head, *rows = (el("tr", *(text("td" if number else "th", cell) for cell in row)) for number, row in enumerate(rows))
+    return el("div", el("table", el("thead", head), el("tbody", *rows)), class_="wide")
+
+
+def fold(title, *inner):
+    return el("details", text("summary", title), *inner)
+
+
+def warning(results):
+    """Said at every plot that shows two results which no table may mix: their users were different people."""
+    settings = [result["settings"] for result in results.values()]
+    mixed = evaluate.differing(*settings, evaluate.SIMULATOR_SIDE) if len(settings) == 2 else {}
+    mixed = [key for key, values in mixed.items() if None not in values]
+    return text("p", f"Not comparable: the simulated users differ ({', '.join(mixed)}).", class_="warn") if mixed else ""
+
+
+def legend(results):
+    keys = (el("span", class_=f"key k{place}") + escape(name) + " " for place, name in enumerate(results))
+    return warning(results) + el("p", *keys, class_="legend")
+
+
+def tiles(results, metrics):
+    """The few numbers that one looks for first."""
+    def tile(label, value, under=""):
+        made.append(el("div", text("b", value), text("span", label), text("small", under), class_="tile"))
+    made, known = [], [result for result in results.values() if result["score"] is not None]
+    for key, label in {"score": "score, points", "success": "success, %", "failure": "failure, %"}.items() if known else ():
+        ci = known[-1][f"{key}_ci"]
+        tile(label, " → ".join(evaluate.half_up(result[key]) for result in known),
+             "95 %: {} to {}".format(*map(evaluate.half_up, ci)) if ci else "")
+    for name, result in results.items():
+        if result["incomplete"]:
+            tile(f"{name}: dialogues without a score", str(result["failed"]), f"INCOMPLETE: {result['n']} were scored")
+    emotions = [row["emotion"] for row in metrics if isinstance(row.get("emotion"), (int, float))]
+    if known:
+        tile("dialogues", " → ".join(str(result["n"]) for result in known), f"{evaluate.half_up(known[-1]['mean_turns'])} replies each")
+    elif emotions:
+        tile("mean final emotion, training", f"{emotions[0]:.1f} → {emotions[-1]:.1f}", f"best {max(emotions):.1f}")
+        tile("steps", str(metrics[-1].get("step", len(metrics))), f"{sum(row.get('seconds') or 0 for row in metrics) / 60:.1f} minutes")
+    return el("div", *made, class_="tiles") if made else ""
+
+
+def html_comparison(results):
+    if len(results) != 2:
+        return ""
+    (a, first), (b, second) = results.items()
+    try:
+        comparison = evaluate.compare(first, second)
+    except ValueError:
+        return warning(results) or text("p", "Nothing to compare: the two results share no scored scenario.", class_="warn")
+    head, *rows = evaluate.comparison_table(comparison)
+    return (html_table([(head[0], a, b, f"{b} - {a} (95 %)", head[4]), *rows])
+            + text("p", f"{'; '.join(comparison['notes'])}. Paired bootstrap over scenarios.", class_="fine"))
+
+
+def html_curves(metrics):
+    """Every number of metrics.jsonl over the steps: the main ones, then the others, folded."""
+    curves = defaultdict(list)
+    for number, row in enumerate(metrics, 1):
+        for key, value in row.items():
+            if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                curves[key].append((row.get("step", number), value))
+    rest = sorted(curves.keys() - CURVES.keys())
+    main = el("div", *(svg_curve(key, curves[key], *CURVES[key]) for key in CURVES if key in curves), class_="curves")
+    more = el("div", *(svg_curve(key, curves[key]) for key in rest), class_="curves")
+    return (main + (fold(f"{len(rest)} more numbers", more) if rest else "")) if curves else ""
+
+
+def svg_curve(name, points, title="", low=None, high=None, width=320):
+    """A line over steps. low, high: ends of the scale; None = those of the data. Every point tells its step and value."""
+    steps, values = zip(*points)
+    y0, y1 = min(values) if low is None else min(low, *values), max(values) if high is None else max(high, *values)
+    y0, y1 = (y0 - 0.5, y1 + 0.5) if y0 == y1 else (y0, y1)
+    x_of = lambda step: round(44 + (width - 56) * (step - steps[0]) / (steps[-1] - steps[0] or 1), 1)
+    y_of = lambda value: round(128 - 116 * (value - y0) / (y1 - y0), 1)
+    line, grid = " ".join(f"{x_of(step)},{y_of(value)}" for step, value in points), []
+    for value in (y0, (y0 + y1) / 2, y1):
+        grid += [el("line", class_="grid", x1=44, x2=width - 12, y1=y_of(value), y2=y_of(value)),
+                 text("text", f"{value:.3g}", x=38, y=y_of(value) + 4, text_anchor="end")]
+    dots = (el("circle", text("title", f"step {step}: {value:.4g}"), cx=x_of(step), cy=y_of(value), r=4 if step == steps[-1] else 2.2)
+            for step, value in points)
+    return el("figure", el("figcaption", text("b", name), " ", text("span", title)), el(
+        "svg", *grid, el("polygon", points=f"44,128 {line} {x_of(steps[-1])},128"), el("polyline", points=line), *dots,
+        text("text", steps[0], x=44, y=145), text("text", f"step {steps[-1]}", x=width - 12, y=145, text_anchor="end"), viewBox=f"0 0 {width} 150",
+        role="img", aria_label=f"{name}: {values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}"))
+
+
+def html_groups(results, key):
+    """Score of each group with its interval, all results on one scale from 0 to 100."""
+    names = dict.fromkeys(name for result in results.values() for name in result.get(key) or {})
+    if not names:
+        return ""
+    rows, table = [], [("", "result", "n", "score (95 %)", "success %", "failure %")]
+    for name in names:
+        marks, scores = [], []
+        for place, (source, result) in enumerate(results.items()):
+            group = (result.get(key) or {}).get(name)
+            if not group or group["score"] is None:
+                continue
+            said = [evaluate.with_interval(group[metric], group[f"{metric}_ci"]) for metric in evaluate.METRICS]
+            table.append((name, source, group["n"], *said))
+            low, high = group["score_ci"] or [group["score"]] * 2
+            marks += [el("i", class_=f"span k{place}", style=f"left:{low:.1f}%;width:{high - low:.1f}%"),
+                      el("i", class_=f"dot k{place}", style=f"left:{group['score']:.1f}%",
+                         title="{}: score {}, success {} %, failure {} %".format(source, *said))]
+            scores.append(evaluate.half_up(group["score"]))
+        rows.append(el("div", text("span", name), el("div", *marks, class_="track"), text("span", " → ".join(scores), class_="num"), class_="row"))
+    ticks = (text("i", value, style=f"left:{value}%") for value in (0, 50, 100))
+    axis = el("div", el("span"), el("div", *ticks, class_="track"), text("span", "score", class_="num"), class_="row axis")
+    return legend(results) + el("div", *rows, axis, class_="rows") + fold("as a table", html_table(table))
+
+
+def html_histogram(results):
+    """How many dialogues ended where; failures left, successes right."""
+    finals = {name: [row[2] for row in result["dialogues"] if row[2] is not None] for name, result in results.items()}
+    if not any(finals.values()):
+        return ""
+    share = lambda values, low, high: 100 * sum(low <= value <= high for value in values) / max(1, len(values))
+    top = max(share(values, *ends) for values in finals.values() for ends in BINS)
+    bins = (el("div", *(el("i", class_=f"k{place}", style=f"height:{100 * share(values, low, high) / top:.1f}%",
+                           title=f"{name}: {share(values, low, high):.1f} % end at {low} to {high}")
+                        for place, (name, values) in enumerate(finals.items())), class_="bin") for low, high in BINS)
+    return (legend(results) + el("div", *bins, class_="bins", role="img", aria_label="histogram of final emotions")
+            + el("div", *(text("span", low) for low, _ in BINS), class_="bins axis")
+            + text("p", f"Points at the end; the highest column is {top:.0f} % of the dialogues.", class_="fine"))
+
+
+def html_strategies(results):
+    """How often each strategy was used, and what it did to the user's emotion (evaluate.strategy_table)."""
+    tables = {name: result.get("strategies") or {} for name, result in results.items()}
+    uses = lambda name: max(table[name]["per_dialogue"] for table in tables.values() if name in table)
+    names = sorted({name for table in tables.values() for name in table}, key=lambda name: -uses(name))
+    if not names:
+        return ""
+    top, rows = uses(names[0]), []
+    for name in names:
+        for place, (source, table) in enumerate(tables.items()):
+            row = table.get(name, {"per_dialogue": 0, "contribution": None})
+            often, gain = row["per_dialogue"], row["contribution"]
+            bar = el("i", class_=f"k{place}", style=f"width:{100 * often / top:.1f}%")
+            swing = el("i", class_="up" if gain >= 0 else "down", style=f"width:{min(50, 5 * abs(gain)):.1f}%") if gain is not None else ""
+            rows.append(el("tr", text("td", name if place == 0 else ""), text("td", source, class_="fine"), el("td", el("div", bar, class_="bar")),
+                           text("td", f"{often:.2f}", class_="num"), el("td", el("div", swing, class_="gain")),
+                           text("td", "-" if gain is None else f"{gain:+.2f}", class_="num"), class_="first" if place == 0 else ""))
+    head = el("tr", text("th", "strategy"), el("th"), text("th", "uses in a dialogue", colspan=2),
+              text("th", "contribution: mean change, points", colspan=2))
+    return warning(results) + el("div", el("table", el("thead", head), el("tbody", *rows), class_="strategies"), class_="wide")
+
+
+def html_judged(results):
+    judged = {name: result["judge"] for name, result in results.items() if result.get("judge")}
+    if not judged:
+        return ""
+    judges = {json.dumps([results[name]["settings"].get(key) for key in evaluate.JUDGE_SIDE]) for name in judged}
+    table = [("ability, 1 to 5", *judged)]
+    for ability in next(iter(judged.values()))["abilities"]:
+        table.append((ability, *(evaluate.with_se(judge["abilities"].get(ability)) for judge in judged.values())))
+    for label, key in (("emotion tracking, r", "tracking_r"), ("its mean error, points", "tracking_error")):
+        table.append((label, *(evaluate.half_up(judge[key], 2) for judge in judged.values())))
+    said = (f"{name}: judged by {judge['model']}, {judge['failed']} of {judge['asked']} answers could not be used" for name, judge in judged.items())
+    return ((text("p", "Not comparable: the judges differ.", class_="warn") if len(judges) > 1 else "")
+            + legend({name: results[name] for name in judged}) + el("div", html_table(table), svg_plane(judged), class_="two")
+            + text("p", "; ".join(said), class_="fine"))
+
+
+def svg_plane(judged, size=340):
+    """The social-cognition plane: solution/empathy upwards, structured/creative to the right, -5 to 5; the large dot is the mean."""
+    half = size // 2
+    at = lambda value: round(half + (half - 30) * value / 5, 1)
+    dot = lambda name, empathy, creative, **how: el("circle", text("title", f"{name}: empathy {empathy:.2f}, creative {creative:.2f}"),
+                                                    cx=at(creative), cy=at(-empathy), **how)
+    dots = []
+    for place, (name, judge) in enumerate(judged.items()):
+        dots += [dot(*point, r=4, class_=f"k{place} faint") for point in judge["points"]]
+        dots += [dot(name, judge["empathy"], judge["creative"], r=9, class_=f"k{place} mean")] * bool(judge["points"])
+    return el("figure", el(
+        "svg", el("line", class_="grid", x1=30, x2=size - 30, y1=half, y2=half),
+        el("line", class_="grid", x1=half, x2=half, y1=30, y2=size - 30), *dots,
+        text("text", "empathy", x=half, y=18, text_anchor="middle"), text("text", "solution", x=half, y=size - 8, text_anchor="middle"),
+        text("text", "structured", x=4, y=half - 6), text("text", "creative", x=size - 4, y=half - 6, text_anchor="end"),
+        viewBox=f"0 0 {size} {size}", role="img", aria_label="social-cognition plane"), class_="plane")
+
+
+def html_numbers(results, settings):
+    known = lambda summary: [("setting", "value"), *((key, value) for key, value in summary["settings"].items() if value not in (None, ""))]
+    parts = [fold(f"{name}: {evaluate.headline(summary)}", *map(html_table, evaluate.summary_tables(summary)), html_table(known(summary)))
+             for name, summary in results.items()]
+    return "".join(parts) + (fold("flags of the training run", html_table([("flag", "value"), *settings.items()])) if settings else "")

@@ -1,0 +1,163 @@
+"""report.py: whatever was said stays text; the page works in a real (headless) browser; it needs no other file."""
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from test_evaluate import SAGE, dialogue, run, save
+
+import evaluate
+import report
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+browser = pytest.mark.skipif(not BROWSER, reason="no Chromium here")
+ATTACK = "<script>document.title='owned'</script><img src=x onerror=alert(1)> $title & </details></script>"
+
+
+def a_run(folder, talks):
+    """A run folder with two steps, before and after."""
+    (folder / "transcripts").mkdir(parents=True)
+    save(folder / "transcripts" / "step-000002.jsonl", talks)
+    (folder / "config.json").write_text(json.dumps({"algo": "ppo", "think": True, "model": ATTACK}))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "emotion": 20, "format_rate": NaN, "seconds": 3}\n'
+                                          '{"step": 2, "emotion": 40.5, "success": 3, "ref_kl": 0, "odd<b>": 1}\n')
+    for name in ("before", "after"):
+        (folder / f"{name}.json").write_text(json.dumps(evaluate.summarize(talks, {"model": ATTACK}, {ATTACK: 90})))
+        save(folder / f"{name}.jsonl", talks)
+    return folder
+
+
+def hostile():
+    talk = dialogue([45, 55], scenario=ATTACK, opening=ATTACK, character=ATTACK)
+    talk["turns"][0] |= {"reply": ATTACK, "thought": ATTACK, "inner": ATTACK, "user": ATTACK, "act": ATTACK, "flags": [ATTACK]}
+    return talk
+
+
+def talks():
+    """Three dialogues that differ in wish, end and words."""
+    happy = dialogue([50, 60, 70, 80, 90, 100], "exam/praise", "satisfied", opening="I passed the exam.", max_turns=9)
+    sad = dialogue([30, 20, 10, 0], "coat/empathy", "gave_up", opening="I lost a coat.", intention="empathy", max_turns=9)
+    lost = dialogue([45], "van/advice", "simulator_failed", opening="The van broke.", intention="advice", error="the endpoint fell silent")
+    happy["turns"][0] |= {"thought": "I hear pride. They need praise.", "reply": "You did so well, lighthouse."}
+    return [happy, sad, lost]
+
+
+def dom(path, view=""):
+    """The page after its script ran, as headless Chromium sees it."""
+    done = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom", f"file://{path}{view}"],
+                          capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
+# ---- without a browser ----
+
+def test_whatever_was_said_cannot_become_part_of_the_page(tmp_path):
+    page = report.write_report(a_run(tmp_path, [hostile()])).read_text(encoding="utf-8")
+    assert page.count("<script") == 2 and "<img" not in page and page.count("</script>") == 2       # the data and the page's own
+    assert page.count("&lt;script&gt;document.title=&#x27;owned&#x27;&lt;/script&gt;") >= 4 and "odd&lt;b&gt;" in page
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+    assert data[0]["dialogues"][0]["turns"][0]["reply"] == ATTACK                                # the words themselves are not changed
+
+
+def test_the_page_needs_no_other_file_and_runs_no_script_but_its_own(tmp_path):
+    import base64
+    import hashlib
+    page = report.write_report(a_run(tmp_path, talks())).read_text(encoding="utf-8")
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page) and not re.search(r"<\w[^<>]*\s(?:src|href)=|@import|url\(", page)
+    script = re.search(r"<script>(.*?)</script>", page, re.S)[1]
+    assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in page
+    assert "default-src 'none'" in page and "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    assert "NaN" not in page and page.count("<figure>") == 5 and "step 2: 40.5" in page          # odd<b> and seconds are curves too
+    assert page.count("<details") == page.count("</details>") and "http-equiv=\"refresh\"" not in page
+
+
+def test_results_of_different_users_stand_side_by_side_only_with_a_warning(tmp_path, capsys):
+    for name, start in (("a", 40), ("b", 30)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(evaluate.summarize(talks()[:2], {"start_emotion": start})))
+    code, out, _ = run(capsys, "--report", tmp_path / "a.json", tmp_path / "b.json", "--out", tmp_path / "c.html")
+    page = (tmp_path / "c.html").read_text()
+    assert code == 0 and out.strip() == str(tmp_path / "c.html")
+    assert page.count("Not comparable: the simulated users differ (start_emotion)") >= 3 and "Paired bootstrap" not in page
+
+
+def test_an_incomplete_result_says_so_first(tmp_path):
+    page = report.write_report(save(tmp_path / "t.jsonl", talks())).read_text()
+    assert "INCOMPLETE: 2 were scored" in page and page.index("INCOMPLETE") < page.index("By hidden intention")
+
+
+def test_a_long_run_shows_evenly_spread_steps_and_says_so(tmp_path):
+    (tmp_path / "transcripts").mkdir()
+    for step in range(1, 101):
+        save(tmp_path / "transcripts" / f"step-{step:06d}.jsonl", [dialogue([45])])
+    found = report.gather_run(tmp_path)
+    assert list(found["sources"]) == [f"step {step}" for step in (1, 15, 29, 43, 58, 72, 86, 100)] and "8 of 100 steps" in found["note"]
+
+
+def test_watching_rewrites_the_page_as_the_run_goes_on_and_only_then_reloads(tmp_path, monkeypatch):
+    folder, naps = a_run(tmp_path / "r", talks()), []
+
+    def nap(seconds):
+        naps.append((seconds, (folder / "report.html").read_text()))
+        if len(naps) == 2:
+            raise KeyboardInterrupt
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('{"step": 3, "emotion": 77.25}\n')
+    monkeypatch.setattr(report.time, "sleep", nap)
+    report.watch(folder)
+    assert [seconds for seconds, _ in naps] == [10, 10] and all('http-equiv="refresh" content="10"' in page for _, page in naps)
+    assert ["step 3: 77.25" in page for _, page in naps] == [False, True]
+    assert 'http-equiv="refresh"' not in (folder / "report.html").read_text()                    # the last one stands still
+
+
+@pytest.mark.parametrize("argv", [["--report", "no/such/folder"], ["--report", "a", "b", "c"], ["--watch", "no/such/run"]])
+def test_a_mistake_is_one_line(argv, capsys):
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and not out and err.startswith("evaluate.py: ") and err.count("\n") == 1
+
+
+# ---- in a browser ----
+
+@browser
+def test_it_opens_without_a_script_error_and_lists_every_dialogue(tmp_path):
+    page = dom(report.write_report(save(tmp_path / "t.jsonl", talks())))
+    assert "data-error" not in page and "3 of 3" in page and page.count('class="dialogue"') == 3
+
+
+@browser
+@pytest.mark.parametrize("view, found", [("#q=lighthouse", ["exam/praise"]), ("#q=COAT", ["coat/empathy"]), ("#intention=empathy", ["coat/empathy"]),
+                                         ("#end=simulator_failed", ["van/advice"]), ("#q=exam&end=gave_up", []),
+                                         ("#sort=low", ["coat/empathy", "van/advice", "exam/praise"])])
+def test_it_filters_and_searches(tmp_path, view, found):
+    page = dom(report.write_report(save(tmp_path / "t.jsonl", talks())), view)
+    assert re.findall(r'class="name">([^<]*)<', page) == found and f"{len(found)} of 3" in page and "data-error" not in page
+
+
+@browser
+def test_an_opened_dialogue_shows_words_emotions_folded_thoughts_and_its_end(tmp_path):
+    page = dom(report.write_report(save(tmp_path / "t.jsonl", talks())), "#q=lighthouse&open=0")
+    assert '<div class="bubble agent">You did so well, lighthouse.</div>' in page and '<div class="bubble user">I passed the exam.</div>' in page
+    assert '<details class="inner right"><summary>what the agent thinks</summary><p>I hear pride. They need praise.</p></details>' in page
+    assert page.count("<circle") == 7 and '<b class="mid">50</b> (+10)' in page and "The end: satisfied, 100 points" in page
+    failed = dom(tmp_path / "t.html", "#end=simulator_failed&open=0")
+    assert "The end: simulator failed, no score" in failed and "the endpoint fell silent" in failed
+
+
+@browser
+def test_a_reply_with_a_script_stays_text_in_the_browser(tmp_path):
+    page = dom(report.write_report(save(tmp_path / "t.jsonl", [hostile()])), "#open=0")
+    assert "<title>RLVER: t</title>" in page and "<img" not in page.replace("&lt;img", "")
+    assert '<div class="bubble agent">&lt;script&gt;document.title' in page
+
+
+@browser
+def test_a_run_folder_opens_with_its_curves(tmp_path):
+    page = dom(report.write_report(a_run(tmp_path / "r", talks())), "#source=before")
+    assert "3 of 9" in page and page.count("<figure>") == 5 and "data-error" not in page
+
+
+@browser
+@pytest.mark.skipif(not SAGE.is_dir(), reason="the published SAGE files are not here")
+def test_a_published_sage_file_opens(tmp_path):
+    page = dom(report.write_report(next(SAGE.glob("*__gpt-4.1_result.jsonl")), tmp_path / "sage.html"), "#intention=motives&open=0")
+    assert "<h1>gpt-4.1</h1>" in page and "11 of 100" in page and "data-error" not in page and '<div class="bubble agent">' in page
