@@ -60,10 +60,13 @@ def main(argv=None):
         args = parse_args(argv)
         if args.report or args.watch:
             import report  # here: it imports this file
-            print(report.write_report(args.report, args.out) if args.report else report.watch(args.watch, args.out) or "")
+            if args.watch:
+                report.watch(args.watch, args.out, args.force)
+            else:
+                print(report.write_report(args.report, args.out, args.force))
             return 0
-        for path in filter(None, (args.json, args.save_transcripts)):  # now, not after an hour of playing
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        for path in filter(None, (args.json, args.save_transcripts)):
+            check_writable(Path(path))
         if args.compare:
             result = compare(*map(read_result, args.compare), force=args.force)
             print("\n".join(result["notes"]))
@@ -77,6 +80,15 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         print("evaluate.py:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+
+
+def check_writable(path):
+    """OSError now, not after an hour of playing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    open(path, "ab").close()
+    if new:
+        path.unlink()
 
 
 def score(args):
@@ -477,18 +489,26 @@ def differing(a, b, keys):
     return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
 
 
+def check_same_users(a, b, force=False):
+    """{setting: (in a, in b)} that makes the simulated users of two results different people: ValueError, unless forced."""
+    mixed = {key: pair for key, pair in differing(a["settings"], b["settings"], SIMULATOR_SIDE).items() if None not in pair}
+    if mixed and not force:
+        raise ValueError(f"not comparable, the simulated users differ: {listed(mixed)} (--force compares all the same)")
+    return mixed
+
+
+def listed(pairs):
+    return ", ".join(f"{key} {str(x)[:24]} / {str(y)[:24]}" for key, (x, y) in pairs.items())
+
+
 def compare(a, b, force=False, resamples=10_000, seed=0):
     """b - a on the scenarios that both have: paired bootstrap over scenarios, whose repetitions are averaged first.
 
     a, b: results of summarize(). p: twice the smaller share of resampled differences on one side of 0 (at most 1; never 0).
     ValueError if the users were different people (SIMULATOR_SIDE), unless forced, or if nothing is shared.
     """
-    def say(pairs):
-        return ", ".join(f"{key} {str(x)[:24]} / {str(y)[:24]}" for key, (x, y) in pairs.items())
-    users, agents, judges = (differing(a["settings"], b["settings"], keys) for keys in (SIMULATOR_SIDE, AGENT_SIDE, JUDGE_SIDE))
-    mixed = {key: pair for key, pair in users.items() if None not in pair}
-    if mixed and not force:
-        raise ValueError(f"not comparable, the simulated users differ: {say(mixed)} (--force compares all the same)")
+    mixed = check_same_users(a, b, force)
+    agents, judges = (differing(a["settings"], b["settings"], keys) for keys in (AGENT_SIDE, JUDGE_SIDE))
     unknown = [key for key in SIMULATOR_SIDE if None in (a["settings"].get(key), b["settings"].get(key))]
     sides = defaultdict(list), defaultdict(list)
     for side, result in zip(sides, (a, b)):
@@ -499,10 +519,10 @@ def compare(a, b, force=False, resamples=10_000, seed=0):
     left_out = [len(side) - len(shared) for side in sides]
     if not shared:
         raise ValueError("nothing to compare: the two results share no scored scenario")
-    notes = [mixed and f"WARNING: THE SIMULATED USERS DIFFER, no fair comparison: {say(mixed)}",
+    notes = [mixed and f"WARNING: THE SIMULATED USERS DIFFER, no fair comparison: {listed(mixed)}",
              unknown and f"not recorded, so not checked: {', '.join(unknown)}",
-             agents and f"the policies' settings differ: {say(agents)}",
-             a.get("judge") and b.get("judge") and judges and f"THE JUDGES DIFFER: {say(judges)}",
+             agents and f"the policies' settings differ: {listed(agents)}",
+             a.get("judge") and b.get("judge") and judges and f"THE JUDGES DIFFER: {listed(judges)}",
              (a["incomplete"] or b["incomplete"]) and "INCOMPLETE: failed dialogues are left out",
              f"{len(shared)} scenarios in both; left out: {left_out[0]} only in A, {left_out[1]} only in B"]
     comparison = {"n": len(shared), "left_out": left_out, "notes": [note for note in notes if note]}
@@ -625,7 +645,7 @@ def parse_args(argv=None):
     out.add_argument("--json", metavar="FILE", help="write the numbers to FILE, for machines")
     out.add_argument("--save-transcripts", metavar="FILE", help="write each dialogue to FILE as it ends; what stands in it already, with the same settings, is not played again")
     out.add_argument("--out", metavar="FILE", help="where --report and --watch write (default: report.html in the folder, or the first file's name with .html)")
-    out.add_argument("--force", action="store_true", help="with --compare: also compare results of different simulated users")
+    out.add_argument("--force", action="store_true", help="with --compare and --report: also show results of different simulated users together, and say so")
     user = parser.add_argument_group("the simulated user (SAGE's setting is the default)")
     user.add_argument("--scenarios", default=str(ROOT / "prompts/en/test.jsonl"), metavar="FILE", help="scenario file (default: the held-out events of prompts/en/test.jsonl)")
     simulator.add_simulator_flags(user)

@@ -33,14 +33,17 @@ CURVES = {"emotion": ("mean final emotion, points", 0, 100), "success": ("succes
 BINS = [(low, low + 9) for low in range(0, 100, 10)] + [(100, 100)]
 
 
-def write_report(paths, out=None, refresh=0):
+def write_report(paths, out=None, force=False, refresh=0):
     """One page from a run folder, or from one or two result or transcript files. Returns its path.
 
     out: where to write (default: report.html in the folder, or the first file's name with .html). refresh: seconds after which
-    an open page loads itself again, 0 = never. ValueError when there is nothing to show.
+    an open page loads itself again, 0 = never. ValueError when there is nothing to show, or when two results met different
+    simulated users and it is not forced; then the page says so at every plot.
     """
     paths = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
     found = gather_run(paths[0]) if len(paths) == 1 and paths[0].is_dir() else gather_files(paths)
+    if len(found["results"]) == 2:
+        evaluate.check_same_users(*found["results"].values(), force)
     out = Path(out) if out else paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")    # whole or not at all: a browser may be reading, --watch writing
     try:
@@ -51,7 +54,7 @@ def write_report(paths, out=None, refresh=0):
     return out
 
 
-def watch(run_dir, out=None, seconds=10):
+def watch(run_dir, out=None, force=False, seconds=10):
     """Write the report again whenever the run has logged a step, until Ctrl-C; the page reloads itself meanwhile."""
     log, seen, told = Path(run_dir) / "metrics.jsonl", None, False
     if not Path(run_dir).is_dir():
@@ -60,12 +63,12 @@ def watch(run_dir, out=None, seconds=10):
         while True:
             stamp = log.stat().st_mtime_ns if log.exists() else None
             if stamp != seen:
-                path, seen = write_report(run_dir, out, refresh=seconds), stamp
+                path, seen = write_report(run_dir, out, force, refresh=seconds), stamp
                 told = told or print(f"{path}: open it in a browser; Ctrl-C ends the watch", flush=True) or True
             time.sleep(seconds)
     except KeyboardInterrupt:
         if seen:
-            write_report(run_dir, out)
+            write_report(run_dir, out, force)
 
 
 # ---- what there is to show -------------------------------------------------------------------------------------------------
@@ -165,9 +168,7 @@ def fold(title, *inner):
 
 def warning(results):
     """Said at every plot that shows two results which no table may mix: their users were different people."""
-    settings = [result["settings"] for result in results.values()]
-    mixed = evaluate.differing(*settings, evaluate.SIMULATOR_SIDE) if len(settings) == 2 else {}
-    mixed = [key for key, values in mixed.items() if None not in values]
+    mixed = evaluate.check_same_users(*results.values(), force=True) if len(results) == 2 else {}
     return text("p", f"Not comparable: the simulated users differ ({', '.join(mixed)}).", class_="warn") if mixed else ""
 
 
@@ -202,11 +203,11 @@ def html_comparison(results):
         return ""
     (a, first), (b, second) = results.items()
     try:
-        comparison = evaluate.compare(first, second)
+        comparison = evaluate.compare(first, second, force=True)         # write_report has refused what was not forced
     except ValueError:
-        return warning(results) or text("p", "Nothing to compare: the two results share no scored scenario.", class_="warn")
+        return warning(results) + text("p", "Nothing to compare: the two results share no scored scenario.", class_="warn")
     head, *rows = evaluate.comparison_table(comparison)
-    return (html_table([(head[0], a, b, f"{b} - {a} (95 %)", head[4]), *rows])
+    return (warning(results) + html_table([(head[0], a, b, f"{b} - {a} (95 %)", head[4]), *rows])
             + text("p", f"{'; '.join(comparison['notes'])}. Paired bootstrap over scenarios.", class_="fine"))
 
 

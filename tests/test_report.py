@@ -72,13 +72,16 @@ def test_the_page_needs_no_other_file_and_runs_no_script_but_its_own(tmp_path):
     assert page.count("<details") == page.count("</details>") and "http-equiv=\"refresh\"" not in page
 
 
-def test_results_of_different_users_stand_side_by_side_only_with_a_warning(tmp_path, capsys):
+def test_results_of_different_users_share_a_page_only_when_forced_and_then_with_a_warning_at_every_plot(tmp_path, capsys):
     for name, start in (("a", 40), ("b", 30)):
         (tmp_path / f"{name}.json").write_text(json.dumps(evaluate.summarize(talks()[:2], {"start_emotion": start})))
-    code, out, _ = run(capsys, "--report", tmp_path / "a.json", tmp_path / "b.json", "--out", tmp_path / "c.html")
+    argv = ["--report", tmp_path / "a.json", tmp_path / "b.json", "--out", tmp_path / "c.html"]
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and not out and err.count("\n") == 1 and "start_emotion 40 / 30" in err and not (tmp_path / "c.html").exists()
+    code, out, _ = run(capsys, *argv, "--force")
     page = (tmp_path / "c.html").read_text()
     assert code == 0 and out.strip() == str(tmp_path / "c.html")
-    assert page.count("Not comparable: the simulated users differ (start_emotion)") >= 3 and "Paired bootstrap" not in page
+    assert page.count("Not comparable: the simulated users differ (start_emotion)") >= 4 and "WARNING: THE SIMULATED USERS DIFFER" in page
 
 
 def test_an_incomplete_result_says_so_first(tmp_path):
