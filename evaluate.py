@@ -143,6 +143,7 @@ def play(args, scenarios, make_user, client, settings):
     """
     import rollout  # here: scoring files needs no torch
     fingerprint = hash_of({key: value for key, value in settings.items() if key not in ("limit", "seeds", "simulator_url") and "judge" not in key})
+    marks = {"played_with": fingerprint, "benchmark": settings["benchmark"]}
     path, known = args.save_transcripts and Path(args.save_transcripts), []
     if path and path.exists():
         if args.rerun:
@@ -153,17 +154,16 @@ def play(args, scenarios, make_user, client, settings):
             raise ValueError(f"{path} holds dialogues of other settings; name another --save-transcripts, or remove it")
         known = [row for row in known if not failed(row)]
         write_lines(path, known)
-    played = []
     with open(path or os.devnull, "a", encoding="utf-8") as file:
         def keep(dialogue):
-            file.write(json.dumps(dialogue.to_dict() | {"played_with": fingerprint}, ensure_ascii=False) + "\n")
+            file.write(json.dumps(dialogue.to_dict() | marks, ensure_ascii=False) + "\n")
             file.flush()
         dialogues = rollout.play_scenarios(
             args.model, scenarios, make_user=make_user, pool=client and client.pool, max_failures=args.max_simulator_failures, think=args.think,
             temperature=args.temperature, max_new_tokens=args.max_new_tokens, max_turns=args.max_turns,
             start_emotion=args.start_emotion, repetitions=args.repetitions, seed=args.seed, desc="evaluate", engine=args.engine,
             seeds=args.seeds, done={(row["scenario"], row["seed"]) for row in known}, on_end=keep)
-    played = [dialogue.to_dict() | {"played_with": fingerprint} for dialogue in dialogues]
+    played = [dialogue.to_dict() | marks for dialogue in dialogues]
     place = {scenario.id: number for number, scenario in enumerate(scenarios)}
     wanted = [row for row in known if row["scenario"] in place and row["repetition"] < args.repetitions * args.seeds]
     return sorted(wanted + played, key=lambda row: (row["repetition"], place[row["scenario"]]))
@@ -206,7 +206,7 @@ def settings_of_run(args):
     if shutil.which("git"):
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         settings["code_version"] = git.stdout.strip() or None
-    return settings
+    return settings | {"benchmark": hash_of([settings.get(key) for key in SIMULATOR_SIDE])[:8]}
 
 
 def hash_files(paths):
@@ -239,12 +239,14 @@ def check_unchanged(path, settings):
 
 
 def settings_of_file(path, transcripts):
-    """What a transcript file tells by itself; SAGE names its judge in the file name."""
+    """What a transcript file tells by itself; SAGE names its judge in the file name. ValueError: dialogues of several settings."""
+    if len({transcript.get("played_with") for transcript in transcripts}) > 1:
+        raise ValueError(f"{path} holds dialogues of different settings (played_with), which have no common score; split the file")
     judge, found, _ = Path(path).name.partition("_based_simulator__")
     settings = {"transcripts": str(path), "simulator": judge if found else None, "clamp": 10}
-    for key in ("start_emotion", "max_turns"):
-        values = sorted({transcript[key] for transcript in transcripts})
-        settings[key] = values[0] if len(values) == 1 else values
+    for key in ("start_emotion", "max_turns", "benchmark"):
+        values = sorted({transcript[key] for transcript in transcripts if key in transcript})
+        settings[key] = values[0] if len(values) == 1 else values or None
     return settings
 
 
@@ -491,7 +493,8 @@ def differing(a, b, keys):
 
 def check_same_users(a, b, force=False):
     """{setting: (in a, in b)} that makes the simulated users of two results different people: ValueError, unless forced."""
-    mixed = {key: pair for key, pair in differing(a["settings"], b["settings"], SIMULATOR_SIDE).items() if None not in pair}
+    pairs = differing(a["settings"], b["settings"], (*SIMULATOR_SIDE, "benchmark"))
+    mixed = {key: pair for key, pair in pairs.items() if None not in pair}
     if mixed and not force:
         raise ValueError(f"not comparable, the simulated users differ: {listed(mixed)} (--force compares all the same)")
     return mixed
@@ -510,6 +513,8 @@ def compare(a, b, force=False, resamples=10_000, seed=0):
     mixed = check_same_users(a, b, force)
     agents, judges = (differing(a["settings"], b["settings"], keys) for keys in (AGENT_SIDE, JUDGE_SIDE))
     unknown = [key for key in SIMULATOR_SIDE if None in (a["settings"].get(key), b["settings"].get(key))]
+    if a["settings"].get("benchmark") and b["settings"].get("benchmark"):  # a hash of all that is asked for here
+        unknown = []
     sides = defaultdict(list), defaultdict(list)
     for side, result in zip(sides, (a, b)):
         for scenario, _, emotion, _ in result["dialogues"]:
@@ -611,9 +616,7 @@ def comparison_table(comparison):
 
 def print_summary(summary):
     settings = summary["settings"]
-    name = hashlib.sha256(json.dumps([settings.get(key) for key in SIMULATOR_SIDE]).encode()).hexdigest()[:8]
-    print(f"benchmark {name}: " + ", ".join(f"{key} {str(value)[:8] if 'sha256' in key else value}"
-                                            for key, value in settings.items() if value not in (None, "")))
+    print(", ".join(f"{key} {str(value)[:8] if 'sha256' in key else value}" for key, value in settings.items() if value not in (None, "")))
     print(headline(summary))
     for table in summary_tables(summary):
         print_table(table)

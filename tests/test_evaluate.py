@@ -288,6 +288,30 @@ def tiny(tmp_path, model, tokenizer):
     return ["--model", folder, "--limit", 3, "--max-turns", 2, "--max-new-tokens", 6, "--temperature", "0.9", "--difficulty", "vanilla", "--seed", 5]
 
 
+def test_transcripts_tell_which_users_were_met_and_a_file_of_two_settings_has_no_score(tiny, capsys, tmp_path):
+    for name, more in (("a", ()), ("b", ("--start-emotion", 30)), ("c", ("--temperature", "0.5"))):
+        run(capsys, *tiny, *more, "--save-transcripts", tmp_path / f"{name}.jsonl", "--json", tmp_path / f"{name}.json")
+    code, _, err = run(capsys, "--compare", tmp_path / "a.jsonl", tmp_path / "b.json")
+    assert code == 2 and "the simulated users differ" in err and "benchmark" in err and err.count("\n") == 1
+    code, out, _ = run(capsys, "--compare", tmp_path / "a.jsonl", tmp_path / "c.json")          # the policy may differ
+    assert code == 0 and "3 scenarios in both" in out and "not recorded" not in out
+    (tmp_path / "mixed.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() + (tmp_path / "c.jsonl").read_bytes())
+    for argv in (("--transcripts", tmp_path / "mixed.jsonl"), ("--report", tmp_path / "mixed.jsonl"), ("--compare", tmp_path / "mixed.jsonl", tmp_path / "a.json")):
+        code, out, err = run(capsys, *argv)
+        assert code == 2 and not out and "different settings" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--json", "--save-transcripts"])
+def test_a_file_that_cannot_be_written_is_said_before_playing_and_a_new_one_is_not_left_empty(tiny, capsys, tmp_path, monkeypatch, flag):
+    import rollout
+    monkeypatch.setattr(rollout, "play_scenarios", None)                                         # must not be reached
+    code, _, err = run(capsys, *tiny, flag, tmp_path)
+    assert code == 2 and str(tmp_path) in err and err.count("\n") == 1
+    (tmp_path / "bad.jsonl").write_text("{")
+    code, _, err = run(capsys, *tiny, flag, tmp_path / "new", "--scenarios", tmp_path / "bad.jsonl")
+    assert code == 2 and not (tmp_path / "new").exists()
+
+
 def test_a_result_is_had_again_from_its_own_file_and_a_change_is_noticed(tiny, capsys, tmp_path):
     assert run(capsys, *tiny, "--json", tmp_path / "a.json")[0] == 0
     code, out, _ = run(capsys, "--rerun", tmp_path / "a.json", "--json", tmp_path / "b.json")
