@@ -24,12 +24,12 @@ import evaluate
 TEMPLATE = Path(__file__).resolve().parent / "assets" / "report.html"
 STEPS_SHOWN = 8                 # a long run's dialogues would make a file that no phone opens: evenly spread steps, first and last
 # drawn first, with a plain title and, where the scale is fixed, its ends; every other number of metrics.jsonl is folded
-CURVES = {"emotion": ("mean final emotion, points", 0, 100), "success": ("success, % of dialogues", 0, 100),
-          "failure": ("failure, % of dialogues", 0, 100), "eval_emotion": ("held-out score, points", 0, 100),
+CURVES = {"emotion": ("mean final emotion, points", 0, 100), "success": ("% of dialogues that reach 100", 0, 100),
+          "failure": ("% of dialogues that end below 10", 0, 100), "eval_emotion": ("held-out score, points", 0, 100),
           "response_len": ("tokens of a reply, thought included", 0, None), "turns": ("replies in a dialogue", 0, None),
-          "format_rate": ("well-formed replies, %", None, 100), "repeat_rate": ("repeated replies, %", 0, None),
+          "format_rate": ("well-formed replies, %", 0, 100), "repeat_rate": ("repeated replies, %", 0, 100),
           "approx_kl": ("KL of a step's update, nats", None, None), "ref_kl": ("KL to the first policy, nats", 0, None),
-          "mismatch": ("engine against learner, nats a token", None, None), "entropy": ("entropy, nats a token", 0, None)}
+          "mismatch": ("engine against learner, nats a token", None, None), "entropy": ("of the policy, nats a token", 0, None)}
 BINS = [(low, low + 9) for low in range(0, 100, 10)] + [(100, 100)]
 
 
@@ -302,7 +302,7 @@ def html_strategies(results):
                            text("td", "-" if gain is None else f"{gain:+.2f}", class_="num"), class_="first" if place == 0 else ""))
     head = el("tr", text("th", "strategy"), el("th"), text("th", "uses in a dialogue", colspan=2),
               text("th", "contribution: mean change, points", colspan=2))
-    return warning(results) + el("div", el("table", el("thead", head), el("tbody", *rows), class_="strategies"), class_="wide")
+    return legend(results) + el("div", el("table", el("thead", head), el("tbody", *rows), class_="strategies"), class_="wide")
 
 
 def html_judged(results):
