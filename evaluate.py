@@ -669,7 +669,7 @@ def parse_args(argv=None):
     run.add_argument("--train-scenarios", default="", metavar="FILE", help="also score the scenarios of --scenarios whose persona does not occur in FILE (default: none)")
     judge = parser.add_argument_group("the judge: abilities, strategies, social-cognition plane, emotion tracking (RLVER 3.1, 4)")
     judge.add_argument("--judge", default="", metavar="MODEL", help="an LLM that reads every dialogue, four calls each (default: none; the paper's is DeepSeek-V3)")
-    judge.add_argument("--judge-url", default="", metavar="URL", help="its OpenAI-compatible endpoint (default: --simulator-url, else OPENAI_BASE_URL, else OpenAI's)")
+    judge.add_argument("--judge-url", default="", metavar="URL", help="its OpenAI-compatible endpoint; its key is read from JUDGE_API_KEY or OPENAI_API_KEY (default: --simulator-url with its key, else OPENAI_BASE_URL, else OpenAI's)")
     judge.add_argument("--judge-cache", default="", metavar="FILE", help="keeps every answer; what stands in it is never asked again (default: none)")
     args = parser.parse_args(argv)
     if len(args.report or ()) > 2:

@@ -35,11 +35,11 @@ class Unusable(ValueError):
 
 
 def client_of(args):
-    """The judge's endpoint, asked once. It shares the simulator's key, limits and cache format; ValueError if it does not answer."""
-    url = args.judge_url or args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-    args.judge_url = url
-    client = simulator.LLMClient(args.judge, url, "sections", args.judge_cache, args.simulator_concurrency, args.simulator_timeout,
-                                 args.simulator_max_tokens)
+    """The judge's endpoint, asked once; without --judge-url it is the simulator's, with its key. ValueError if it does not answer."""
+    role = "simulator" if args.judge_url in ("", args.simulator_url) else "judge"
+    args.judge_url = args.judge_url or args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+    client = simulator.LLMClient(args.judge, args.judge_url, "sections", args.judge_cache, args.simulator_concurrency, args.simulator_timeout,
+                                 args.simulator_max_tokens, role=role)
     try:
         client.probe()
     except ValueError as error:

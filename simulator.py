@@ -537,22 +537,31 @@ class LLMClient:
 
     format: "sections" or "json"; becomes "sections" for good once the endpoint refuses structured output.
     cache: a JSONL file; each request that stands there (by the hash of all that is sent but the key) is answered from it.
+    role: "simulator" or "judge", whose flags messages name and whose key is sent (SIMULATOR_API_KEY; JUDGE_API_KEY).
+    ValueError: an address that is none, or that holds a secret.
     """
 
-    def __init__(self, model, url="", format="sections", cache="", concurrency=64, timeout=60.0, max_tokens=2048, prices=(0.0, 0.0)):
+    def __init__(self, model, url="", format="sections", cache="", concurrency=64, timeout=60.0, max_tokens=2048, prices=(0.0, 0.0),
+                 role="simulator"):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"--{role}-url must be an address like http://localhost:8000/v1")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError(f"--{role}-url must hold no user, password or query: files keep it; the key belongs in {role.upper()}_API_KEY")
         try:
             import openai  # here: the scripted user needs no client
         except ImportError:
-            raise ValueError("--simulator llm needs the openai package: pip install openai") from None
+            raise ValueError(f"an LLM as {role} needs the openai package: pip install openai") from None
         self.openai, self.model, self.url, self.format, self.max_tokens, self.prices = openai, model, url, format, max_tokens, prices
-        self.key = (os.environ.get("SIMULATOR_API_KEY") or os.environ.get("OPENAI_API_KEY") or "").strip()
+        self.role, self.key_name = role, f"{role.upper()}_API_KEY"
+        self.key = (os.environ.get(self.key_name) or os.environ.get("OPENAI_API_KEY") or "").strip()
         # our own retries: the package's know neither a limit of calls in flight nor a quota that is gone
         self.http = openai.OpenAI(api_key=self.key or "none", base_url=url, timeout=timeout, max_retries=0)
         self.timeout, self.in_flight, self.lock = timeout, threading.BoundedSemaphore(concurrency), threading.Lock()
         self.counts, self.shared, self.unsupported = dict.fromkeys(COUNTERS, 0), {}, set()
         self.sleep, self.random = time.sleep, random.Random()
         self.pool = ThreadPoolExecutor(256)     # more than calls in flight: one that waits before a retry holds up nobody
-        self.cache, self.cache_file = read_cache(cache) if cache else ({}, None)
+        self.cache, self.cache_file = read_cache(cache, role) if cache else ({}, None)
 
     def count(self, name, by=1):
         with self.lock:
@@ -666,7 +675,7 @@ class LLMClient:
         with self.lock:
             for name in set(found) - self.unsupported:
                 self.unsupported.add(name)
-                print(f"warning: the simulator's endpoint refuses {name}; going on without", file=sys.stderr)
+                print(f"warning: the {self.role}'s endpoint refuses {name}; going on without", file=sys.stderr)
         return bool(found)
 
     def falls_back(self, error):
@@ -681,7 +690,7 @@ class LLMClient:
 
     def _plain(self, why):
         """One short line without the key, which some endpoints repeat."""
-        why = f"the simulator's endpoint {self.url} {why}".replace(self.key or "\0", "***")
+        why = f"the {self.role}'s endpoint {self.url} {why}".replace(self.key or "\0", "***")
         return " ".join(why.split())[:400]
 
     def probe(self):
@@ -693,10 +702,10 @@ class LLMClient:
             except SimulatorFailed as error:
                 if form == "json" and self.falls_back(error):
                     continue
-                advice = ("is this --simulator-model one of the endpoint's?" if unknown_model(error) else
-                          "set the key of this endpoint as SIMULATOR_API_KEY or OPENAI_API_KEY" if error.status in (401, 403) else
-                          "no chat completions there; --simulator-url usually ends in /v1" if error.status == 404 else
-                          "is the server of --simulator-url running?" if error.status is None else "see what it says")
+                advice = (f"is {self.model} one of the endpoint's models?" if unknown_model(error) else
+                          f"set the key of this endpoint as {self.key_name} or OPENAI_API_KEY" if error.status in (401, 403) else
+                          f"no chat completions there; --{self.role}-url usually ends in /v1" if error.status == 404 else
+                          f"is the server of --{self.role}-url running?" if error.status is None else "see what it says")
                 raise ValueError(f"{error}: {advice}") from None
 
 
@@ -726,7 +735,7 @@ def retry_after(headers):
         return None
 
 
-def read_cache(path):
+def read_cache(path, role):
     """-> ({request hash: answer}, file descriptor to append to). A last line that a crash left half-written is cut off."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -739,7 +748,7 @@ def read_cache(path):
             cache[row["request"]] = row
             row["text"] if "text" in row else (row["refused"], row["status"])
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{path}:{number}: no line of a simulator cache; name another --simulator-cache") from None
+            raise ValueError(f"{path}:{number}: no line of a cache of answers; name another --{role}-cache") from None
     if whole < len(content):
         os.ftruncate(file, whole)
     return cache, file
@@ -776,13 +785,8 @@ def users_of(args):
     if args.simulator == "scripted":
         return lambda scenario, *rules: ScriptedSimulator(scenario, args.difficulty, *rules), None
     args.simulator_url = args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-    url = urlsplit(args.simulator_url)
     if not args.simulator_model:
         raise ValueError("--simulator llm needs --simulator-model, the name of the model that plays the user")
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ValueError("--simulator-url must be an address like http://localhost:8000/v1")
-    if url.username or url.password or url.query or url.fragment:
-        raise ValueError("--simulator-url must hold no user, password or query: it is written to files; the key belongs in SIMULATOR_API_KEY")
     for name in ("concurrency", "timeout", "max_tokens"):
         if not getattr(args, f"simulator_{name}") > 0:
             raise ValueError(f"--simulator-{name.replace('_', '-')} must be above 0, not {getattr(args, f'simulator_{name}')}")

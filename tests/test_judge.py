@@ -144,7 +144,7 @@ def test_repetitions_are_one_cluster_for_the_judge_too():
 def test_the_command_line_judges_a_transcript_file_and_stores_who_judged(tmp_path, capsys, monkeypatch):
     client = Fake(good)
     client.probe, client.take_counts = lambda: None, lambda: {"simulator_calls": len(client.prompts)}
-    monkeypatch.setattr(simulator, "LLMClient", lambda *args: client)
+    monkeypatch.setattr(simulator, "LLMClient", lambda *args, role: client)
     talks = [dialogue([45, 55]), dialogue([30, 35], "b")]
     for talk in talks:
         for turn in talk["turns"]:
@@ -166,9 +166,32 @@ def test_a_published_dialogue_can_be_judged():
     assert any(talk["turns"][0]["user"][:20] in text for text in client.prompts)
 
 
-def test_the_judges_client_is_the_simulators_and_an_unreachable_one_is_one_line(monkeypatch):
-    args = types.SimpleNamespace(judge="m", judge_url="http://127.0.0.1:9/v1", simulator_url="", judge_cache="", simulator_concurrency=2,
-                                 simulator_timeout=1.0, simulator_max_tokens=99)
+@pytest.fixture
+def flags(monkeypatch):
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JUDGE_API_KEY", "judge-key")
+    monkeypatch.setenv("SIMULATOR_API_KEY", "simulator-key")
     monkeypatch.setattr(simulator.time, "sleep", lambda seconds: None)
-    with pytest.raises(ValueError, match="--judge m: .*127.0.0.1:9"):
-        judge.client_of(args)
+    return types.SimpleNamespace(judge="m", judge_url="", simulator_url="", judge_cache="", simulator_concurrency=2, simulator_timeout=1.0,
+                                 simulator_max_tokens=99)
+
+
+@pytest.mark.parametrize("judge_url, simulator_url, url, key", [
+    ("http://a/v1", "", "http://a/v1", "judge-key"), ("http://a/v1", "http://b/v1", "http://a/v1", "judge-key"),
+    ("", "http://b/v1", "http://b/v1", "simulator-key"), ("http://b/v1", "http://b/v1", "http://b/v1", "simulator-key"),
+    ("", "", "https://api.openai.com/v1", "simulator-key")])
+def test_no_endpoint_is_sent_the_key_of_the_other(flags, monkeypatch, judge_url, simulator_url, url, key):
+    monkeypatch.setattr(simulator.LLMClient, "probe", lambda self: None)
+    flags.judge_url, flags.simulator_url = judge_url, simulator_url
+    client = judge.client_of(flags)
+    assert (client.url, client.key, flags.judge_url) == (url, key, url)
+
+
+@pytest.mark.parametrize("url, says", [("http://127.0.0.1:9/v1", "--judge m: the judge's endpoint .*127.0.0.1:9.*--judge-url running"),
+                                       ("http://me:secret@host/v1", "--judge-url must hold no .*JUDGE_API_KEY"), ("localhost", "--judge-url must be an address")])
+def test_a_judge_that_cannot_be_asked_is_one_line(flags, url, says):
+    flags.judge_url = url
+    with pytest.raises(ValueError, match=says) as error:
+        judge.client_of(flags)
+    assert "\n" not in str(error.value) and "secret" not in str(error.value) and "judge-key" not in str(error.value)

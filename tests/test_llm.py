@@ -317,7 +317,7 @@ PASSING = {
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_a_fault_that_passes_costs_a_retry_and_nothing_else(endpoint, fault):
     endpoint.plan = sequence(fault, APPRAISED.format(change=5), fault)
-    user = user_of(endpoint, timeout=0.4)
+    user = user_of(endpoint, timeout=1.5)
     user.opening()
     reaction = user.hear("Well done.")
     assert (reaction.emotion, reaction.message, reaction.flags) == (45, "And then it rained.", [])
@@ -456,9 +456,9 @@ def test_calls_in_flight_are_limited_over_all_dialogues(endpoint):
 @pytest.mark.parametrize("fault, says", [
     (refusal(401, f"Incorrect API key provided: {KEY}"), "401.*SIMULATOR_API_KEY"), (refusal(403, "no"), "403.*SIMULATOR_API_KEY"),
     (Fault(404, {"detail": "Not Found"}), "404.*/v1"), (Fault(body=b"<html>hello</html>", headers={"Content-Type": "text/html"}), "no chat completion"),
-    (refusal(404, "The model `m` does not exist."), "--simulator-model"), (refusal(404, 'model "m" not found, try pulling it first'), "--simulator-model"),
-    (refusal(404, "The model `m` does not exist or you do not have access to it.", "model_not_found"), "--simulator-model"),
-    (refusal(400, "Model Not Exist"), "--simulator-model"), (refusal(429, "no money", "insufficient_quota"), "429.*no money")])
+    (refusal(404, "The model `m` does not exist."), "is m one of the endpoint's models"), (refusal(404, 'model "m" not found, try pulling it first'), "is m one of the endpoint's models"),
+    (refusal(404, "The model `m` does not exist or you do not have access to it.", "model_not_found"), "is m one of the endpoint's models"),
+    (refusal(400, "Model Not Exist"), "is m one of the endpoint's models"), (refusal(429, "no money", "insufficient_quota"), "429.*no money")])
 @pytest.mark.parametrize("form", ["sections", "json"])
 def test_the_probe_names_each_fault_in_one_line_without_the_key(endpoint, fault, says, form, capsys):
     endpoint.plan = always(fault)
@@ -571,7 +571,7 @@ def test_a_file_that_is_no_cache_is_refused_by_line_and_left_alone(tmp_path, lin
     path = tmp_path / "cache.jsonl"
     path.write_text('{"request": "a", "text": "b"}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"cache.jsonl:2: .*--simulator-cache") as error:
-        read_cache(path)
+        read_cache(path, "simulator")
     assert "\n" not in str(error.value) and path.read_text().endswith(line + "\n")
 
 
@@ -675,7 +675,7 @@ def llm_flags(endpoint, *more):
     (["--simulator-model", ""], "--simulator-model"), (["--simulator-url", "localhost:8000"], "--simulator-url"),
     (["--simulator-url", "http://me:secret@host/v1"], "SIMULATOR_API_KEY"), (["--simulator-url", "http://host/v1?key=secret"], "SIMULATOR_API_KEY"),
     (["--simulator-concurrency", "0"], "--simulator-concurrency"), (["--simulator-timeout", "-1"], "--simulator-timeout"),
-    (["--max-simulator-failures", "1.5"], "--max-simulator-failures"), (["--simulator-cache", __file__], "no line of a simulator cache")])
+    (["--max-simulator-failures", "1.5"], "--max-simulator-failures"), (["--simulator-cache", __file__], "no line of a cache of answers")])
 def test_what_cannot_work_is_refused_before_any_call_in_one_line(endpoint, more, says):
     with pytest.raises(ValueError, match=says) as error:
         simulator.main(["--scenario", "divorce/praise", *llm_flags(endpoint, *more)])
