@@ -55,7 +55,7 @@ TURN_FIELDS = {"reply": str, "user": str, "change": int, "emotion": int, "raw": 
 
 
 def main(argv=None):
-    """Exit code 0: fine; 1: no score, a transition does not verify, or a rerun differs; 2: the user's error, in one line."""
+    """Exit code 0: fine; 1: no score, a transition does not verify, or a rerun differs; 2: the user's error, in one line; 130: Ctrl-C."""
     try:
         args = parse_args(argv)
         if args.report or args.watch:
@@ -80,6 +80,9 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         print("evaluate.py:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("evaluate.py: stopped; with --save-transcripts the same command goes on from there", file=sys.stderr)
+        return 130
 
 
 def check_writable(path):

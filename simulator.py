@@ -903,7 +903,7 @@ class ScriptedSimulator:
 
     def __init__(self, scenario, difficulty="challenging", start_emotion=40, max_turns=9, seed=0):
         if not scenario.script:
-            raise ValueError(f"scenario {scenario.id!r} has no script; use prompts/en/*.jsonl or --simulator llm")
+            raise ValueError(f"scenario {scenario.id!r} has no script for the scripted user; play it with --simulator llm")
         self.scenario, self.difficulty, self.max_turns = scenario, difficulty, max_turns
         self.emotion, self.start_emotion = start_emotion, start_emotion
         self.random = random.Random(f"{seed}/{scenario.id}/{difficulty}")

@@ -312,6 +312,25 @@ def test_a_file_that_cannot_be_written_is_said_before_playing_and_a_new_one_is_n
     assert code == 2 and not (tmp_path / "new").exists()
 
 
+def test_an_evaluation_that_is_interrupted_says_one_line_and_goes_on_from_its_file(tiny, capsys, tmp_path, monkeypatch):
+    import rollout
+    to_dict, felt = rollout.Dialogue.to_dict, []
+
+    def interrupted(self):
+        felt.append(self)
+        if len(felt) == 2:
+            raise KeyboardInterrupt
+        return to_dict(self)
+    flags = [*tiny, "--save-transcripts", tmp_path / "t.jsonl", "--json", tmp_path / "r.json"]
+    monkeypatch.setattr(rollout.Dialogue, "to_dict", interrupted)
+    code, out, err = run(capsys, *flags)
+    assert code == 130 and not out and err.strip().splitlines()[-1].startswith("evaluate.py: stopped") and "Traceback" not in err
+    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 1 and not (tmp_path / "r.json").exists()
+    monkeypatch.setattr(rollout.Dialogue, "to_dict", to_dict)
+    assert run(capsys, *flags)[0] == 0 and run(capsys, *tiny, "--json", tmp_path / "whole.json")[0] == 0
+    assert json.loads((tmp_path / "r.json").read_text()) == json.loads((tmp_path / "whole.json").read_text())
+
+
 def test_a_result_is_had_again_from_its_own_file_and_a_change_is_noticed(tiny, capsys, tmp_path):
     assert run(capsys, *tiny, "--json", tmp_path / "a.json")[0] == 0
     code, out, _ = run(capsys, "--rerun", tmp_path / "a.json", "--json", tmp_path / "b.json")
