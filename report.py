@@ -135,8 +135,8 @@ def page(title, kicker, metrics, results, sources, settings, note, refresh=0):
         ("All numbers and settings", html_numbers(results, settings))) if body]
     return string.Template(template.replace(script, "$script")).substitute(
         script=script, policy=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(), title=escape(title), kicker=escape(kicker),
-        refresh=f'<meta http-equiv="refresh" content="{int(refresh)}">' if refresh else "",
-        sections="".join(f"<section><h2>{name}</h2>{body}</section>" for name, body in parts), note=escape(note),
+        refresh=f'<meta name="reload" content="{int(refresh)}">' if refresh else "",
+        sections="".join(f"<section><h2>{name}</h2>{body}</section>" for name, body in parts), note=escape(note), count=len(results),
         data=json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 

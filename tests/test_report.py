@@ -70,7 +70,7 @@ def test_the_page_needs_no_other_file_and_runs_no_script_but_its_own(tmp_path):
     assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in page
     assert "default-src 'none'" in page and "prefers-color-scheme: dark" in page and 'name="viewport"' in page
     assert "NaN" not in page and page.count("<figure>") == 5 and "step 2: 40.5" in page          # odd<b> and seconds are curves too
-    assert page.count("<details") == page.count("</details>") and "http-equiv=\"refresh\"" not in page
+    assert page.count("<details") == page.count("</details>") and "name=\"reload\"" not in page
 
 
 def test_results_of_different_users_stand_side_by_side_only_with_a_warning(tmp_path, capsys):
@@ -106,9 +106,9 @@ def test_watching_rewrites_the_page_as_the_run_goes_on_and_only_then_reloads(tmp
             file.write('{"step": 3, "emotion": 77.25}\n')
     monkeypatch.setattr(report.time, "sleep", nap)
     report.watch(folder)
-    assert [seconds for seconds, _ in naps] == [10, 10] and all('http-equiv="refresh" content="10"' in page for _, page in naps)
+    assert [seconds for seconds, _ in naps] == [10, 10] and all('name="reload" content="10"' in page for _, page in naps)
     assert ["step 3: 77.25" in page for _, page in naps] == [False, True]
-    assert 'http-equiv="refresh"' not in (folder / "report.html").read_text()                    # the last one stands still
+    assert 'name="reload"' not in (folder / "report.html").read_text()                    # the last one stands still
 
 
 def test_a_half_written_line_does_not_end_the_watch(tmp_path, monkeypatch):
