@@ -114,6 +114,8 @@ def gather_files(paths):
     """One or two result files (--json) or transcript files, ours or SAGE's."""
     results, sources = {}, {}
     for path in paths:
+        if path.is_dir():
+            raise ValueError(f"{path}: a folder is reported alone; to compare two runs, name their after.json")
         name = path.stem.partition("_based_simulator__")[2].removesuffix("_result") or path.stem
         name = name if name not in results else f"{path.parent.name}/{path.stem}"
         results[name], sources[name] = read_both(path)

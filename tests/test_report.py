@@ -160,7 +160,8 @@ def test_a_broken_file_of_a_run_is_named_in_one_line(tmp_path, capsys, name, wor
     assert code == 2 and not out and name in err and err.count("\n") == 1 and not list((tmp_path / "r").glob("*.partial"))
 
 
-@pytest.mark.parametrize("argv", [["--report", "no/such/folder"], ["--report", "a", "b", "c"], ["--watch", "no/such/run"]])
+@pytest.mark.parametrize("argv", [["--report", "no/such/folder"], ["--report", "a", "b", "c"], ["--watch", "no/such/run"], ["--report", ".", "."],
+                                  ["--report", ".", "--out", "no/such/folder/x.html"]])
 def test_a_mistake_is_one_line(argv, capsys):
     code, out, err = run(capsys, *argv)
     assert code == 2 and not out and err.startswith("evaluate.py: ") and err.count("\n") == 1
@@ -191,6 +192,19 @@ def test_an_opened_dialogue_shows_words_emotions_folded_thoughts_and_its_end(tmp
     assert page.count("<circle") == 7 and '<b class="mid">50</b> (+10)' in page and "The end: satisfied, 100 points" in page
     failed = dom(tmp_path / "t.html", "#end=simulator_failed&open=0")
     assert "The end: simulator failed, no score" in failed and "the endpoint fell silent" in failed
+
+
+@browser
+def test_a_shared_address_shows_its_dialogue_however_far_down_the_list(tmp_path):
+    path = report.write_report(save(tmp_path / "t.jsonl", [dialogue([45, 55], f"s{number}") for number in range(100)]))
+    page = dom(path, "#open=70&source=nowhere")                                                       # a choice that this page lacks is none
+    assert page.count('class="dialogue"') == 80 and page.count('class="talk"') == 1 and "100 of 100" in page
+
+
+@browser
+def test_each_turn_in_the_emotion_curve_is_a_button_for_the_keyboard_too(tmp_path):
+    page = dom(report.write_report(save(tmp_path / "t.jsonl", talks())), "#q=lighthouse&open=0")
+    assert re.findall(r'role="button" tabindex="0"><title>(turn \d)', page) == [f"turn {number}" for number in range(1, 7)]
 
 
 @browser
