@@ -183,8 +183,8 @@ def warning(results):
 
 
 def side_by_side(results, values):
-    """Two numbers; an arrow says that one became the other."""
-    return (" | " if warning(results) else " → ").join(values)
+    """Two numbers; an arrow only where one became the other."""
+    return (" → " if [*results] == ["before", "after"] and not warning(results) else " | ").join(values)
 
 
 def legend(results):
@@ -234,15 +234,20 @@ def html_comparison(results):
 
 def html_curves(metrics):
     """Every number of metrics.jsonl over the steps: the main ones, then the others, folded."""
-    curves = defaultdict(list)
+    curves, undrawn = defaultdict(list), []
     for number, row in enumerate(metrics, 1):
         for key, value in row.items():
-            if key != "step" and is_number(value):
+            if is_number(value):
                 curves[key].append((row["step"] if is_number(row.get("step")) else number, value))
+            elif isinstance(value, float):
+                undrawn.append(key)
+    curves.pop("step", None)
     rest = sorted(curves.keys() - CURVES.keys())
     main = el("div", *(svg_curve(key, curves[key], *CURVES[key]) for key in CURVES if key in curves), class_="curves")
     more = el("div", *(svg_curve(key, curves[key]) for key in rest), class_="curves")
-    return (main + (fold(f"more numbers: {len(rest)}", more) if rest else "")) if curves else ""
+    if undrawn:
+        main = text("p", f"Not drawn, because NaN, infinite or huge: {len(undrawn)} values ({', '.join(sorted({*undrawn}))}).", class_="warn") + main
+    return (main + (fold(f"more numbers: {len(rest)}", more) if rest else "")) if curves or undrawn else ""
 
 
 def round_scale(low, high):
