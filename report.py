@@ -23,13 +23,13 @@ import evaluate
 
 TEMPLATE = Path(__file__).resolve().parent / "assets" / "report.html"
 STEPS_SHOWN = 8                 # a long run's dialogues would make a file that no phone opens: evenly spread steps, first and last
-# drawn first, with a plain title and, where the scale is fixed, its ends; every other number of metrics.jsonl is folded
+# drawn first, with a plain title and the ends that the scale has at least; every other number of metrics.jsonl is folded
 CURVES = {"emotion": ("mean final emotion, points", 0, 100), "success": ("% of dialogues that reach 100", 0, 100),
           "failure": ("% of dialogues that end below 10", 0, 100), "eval_emotion": ("held-out score, points", 0, 100),
-          "response_len": ("tokens of a reply, thought included", 0, None), "turns": ("replies in a dialogue", 0, None),
-          "format_rate": ("well-formed replies, %", 0, 100), "repeat_rate": ("repeated replies, %", 0, 100),
-          "approx_kl": ("KL of a step's update, nats", None, None), "ref_kl": ("KL to the first policy, nats", 0, None),
-          "mismatch": ("engine against learner, nats a token", None, None), "entropy": ("of the policy, nats a token", 0, None)}
+          "response_len": ("tokens of reply and thought", 0, 0), "turns": ("replies in a dialogue", 0, 0),
+          "format_rate": ("well-formed replies, %", 0, 100), "repeat_rate": ("repeated replies, %", 0, 0),
+          "approx_kl": ("KL of a step's update, nats", 0, 0), "ref_kl": ("KL to the first policy, nats", 0, 0),
+          "mismatch": ("engine against learner, nats", 0, 0), "entropy": ("of the policy, nats a token", 0, 0)}
 BINS = [(low, low + 9) for low in range(0, 100, 10)] + [(100, 100)]
 
 
@@ -47,7 +47,7 @@ def write_report(paths, out=None, force=False, refresh=0):
     out = Path(out) if out else paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")    # whole or not at all: a browser may be reading, --watch writing
     try:
-        partial.write_text(page(**found, refresh=refresh), encoding="utf-8")
+        partial.write_text(page(**found, refresh=refresh), encoding="utf-8", errors="backslashreplace")    # half a character, cut by a model
         os.replace(partial, out)
     except OSError as error:
         raise ValueError(f"{out} cannot be written ({error.strerror}); name another file with --out") from None
@@ -59,12 +59,18 @@ def watch(run_dir, out=None, force=False, seconds=10):
     log, seen, told = Path(run_dir) / "metrics.jsonl", None, False
     if not Path(run_dir).is_dir():
         raise ValueError(f"{run_dir}: no run folder to watch; train.py makes it when it starts")
+    if not log.exists():
+        print(f"{run_dir}: no step yet; waiting for the first", flush=True)
     try:
         while True:
             stamp = log.stat().st_mtime_ns if log.exists() else None
             if stamp != seen:
-                path, seen = write_report(run_dir, out, force, refresh=seconds), stamp
-                told = told or print(f"{path}: open it in a browser; Ctrl-C ends the watch", flush=True) or True
+                try:
+                    path, seen = write_report(run_dir, out, force, refresh=seconds), stamp
+                    told = told or print(f"{path}: open it in a browser; Ctrl-C ends the watch", flush=True) or True
+                except ValueError:               # a line was half-written; the next look finds it whole
+                    if seen is None:
+                        raise
             time.sleep(seconds)
     except KeyboardInterrupt:
         if seen:
@@ -80,37 +86,42 @@ def gather_run(run):
     results, sources = {}, {}
     for name in ("before", "after"):
         result, talks = run / f"{name}.json", run / f"{name}.jsonl"
-        if talks.exists():
-            sources[name] = evaluate.read_transcripts(talks)
         if result.exists() or talks.exists():
-            results[name] = evaluate.read_result(result if result.exists() else talks)
-            if talks.exists():                   # numbers that the result file was too old to hold
-                results[name] |= {key: value for key, value in evaluate.summarize(sources[name]).items() if not results[name].get(key)}
-    steps = sorted(run.glob("transcripts/step-*.jsonl"))
+            results[name], sources[name] = read_both(result if result.exists() else talks)
+    steps = sorted(run.glob("transcripts/step-*[0-9].jsonl"))
     count = min(STEPS_SHOWN, len(steps))
     shown = [round(place * (len(steps) - 1) / max(1, count - 1)) for place in range(count)]
     for path in (steps[place] for place in shown):
-        sources[f"step {int(path.stem.removeprefix('step-'))}"] = evaluate.read_transcripts(path)
+        sources[f"step {path.stem.removeprefix('step-').lstrip('0')}"] = evaluate.read_transcripts(path)
     if not (results or sources or metrics):
         raise ValueError(f"{run}: no run to report (no metrics.jsonl, before.json, after.json or transcripts in it)")
-    settings = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    try:
+        settings = dict(json.loads(config.read_bytes())) if config.exists() else {}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{config}: not a JSON object ({error})") from None
     kicker = "Training run" + (f": {settings.get('algo', '')}, {'thinking' if settings.get('think') else 'without thinking'}" if settings else "")
     note = f" Dialogues of {len(shown)} of {len(steps)} steps are shown; the others lie in {run.name}/transcripts." if len(steps) > len(shown) else ""
     return dict(title=run.resolve().name, kicker=kicker, metrics=metrics, results=results, sources=sources, settings=settings, note=note)
 
 
+def read_both(path):
+    """The summary and the transcripts of a result file (its dialogues lie beside it, as NAME.jsonl; [] without) or a transcript file."""
+    result, talks = evaluate.read_result(path), path.with_suffix(".jsonl") if path.suffix == ".json" else path
+    transcripts = evaluate.read_transcripts(talks) if talks.exists() else []
+    if transcripts:                              # numbers that the result file was too old to hold
+        result |= {key: value for key, value in evaluate.summarize(transcripts).items() if not result.get(key)}
+    return result, transcripts
+
+
 def gather_files(paths):
-    """One or two result files (--json) or transcript files, ours or SAGE's. A result's dialogues lie beside it, as NAME.jsonl."""
+    """One or two result files (--json) or transcript files, ours or SAGE's."""
     results, sources = {}, {}
     for path in paths:
-        result = evaluate.read_result(path)
+        if path.is_dir():
+            raise ValueError(f"{path}: a folder is reported alone; to compare two runs, name their after.json")
         name = path.stem.partition("_based_simulator__")[2].removesuffix("_result") or path.stem
         name = name if name not in results else f"{path.parent.name}/{path.stem}"
-        results[name] = result
-        talks = path.with_suffix(".jsonl")
-        if path.suffix == ".json" and not talks.exists():
-            continue
-        sources[name] = evaluate.read_transcripts(talks if path.suffix == ".json" else path)
+        results[name], sources[name] = read_both(path)
     return dict(title=" and ".join(results), kicker="Evaluation" if len(results) == 1 else "Comparison", metrics=[], results=results,
                 sources=sources, settings={}, note="")
 
@@ -122,15 +133,15 @@ def page(title, kicker, metrics, results, sources, settings, note, refresh=0):
     script = template.partition("<script>")[2].partition("</script>")[0]        # the hash of exactly these bytes may run
     data = [{"source": name, "dialogues": [short(transcript) for transcript in transcripts]} for name, transcripts in sources.items()]
     parts = [(title_, body) for title_, body in (
-        ("Results", tiles(results, metrics) + html_comparison(results)), ("Learning curves", html_curves(metrics)),
+        ("Results", warning(results) + tiles(results, metrics) + html_comparison(results)), ("Learning curves", html_curves(metrics)),
         ("By hidden intention", html_groups(results, "per_intention")), ("By character", html_groups(results, "per_character")),
         ("Kinds of pressure", html_groups(results, "per_kind")), ("Final emotions", html_histogram(results)),
         ("Strategies", html_strategies(results)), ("Abilities, as judged", html_judged(results)),
         ("All numbers and settings", html_numbers(results, settings))) if body]
     return string.Template(template.replace(script, "$script")).substitute(
         script=script, policy=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(), title=escape(title), kicker=escape(kicker),
-        refresh=f'<meta http-equiv="refresh" content="{int(refresh)}">' if refresh else "",
-        sections="".join(f"<section><h2>{name}</h2>{body}</section>" for name, body in parts), note=escape(note),
+        refresh=f'<meta name="reload" content="{int(refresh)}">' if refresh else "",
+        sections="".join(f"<section><h2>{name}</h2>{body}</section>" for name, body in parts), note=escape(note), count=len(results),
         data=json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
@@ -172,9 +183,19 @@ def warning(results):
     return text("p", f"Not comparable: the simulated users differ ({', '.join(mixed)}).", class_="warn") if mixed else ""
 
 
+def side_by_side(results, values):
+    """Two numbers; an arrow only where one became the other."""
+    return (" → " if [*results] == ["before", "after"] and not warning(results) else " | ").join(values)
+
+
 def legend(results):
     keys = (el("span", class_=f"key k{place}") + escape(name) + " " for place, name in enumerate(results))
     return warning(results) + el("p", *keys, class_="legend")
+
+
+def is_number(value):
+    """Of a size that can be drawn; NaN and Infinity are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e99
 
 
 def tiles(results, metrics):
@@ -184,17 +205,18 @@ def tiles(results, metrics):
     made, known = [], [result for result in results.values() if result["score"] is not None]
     for key, label in {"score": "score, points", "success": "success, %", "failure": "failure, %"}.items() if known else ():
         ci = known[-1][f"{key}_ci"]
-        tile(label, " → ".join(evaluate.half_up(result[key]) for result in known),
+        tile(label, side_by_side(results, (evaluate.half_up(result[key]) for result in known)),
              "95 %: {} to {}".format(*map(evaluate.half_up, ci)) if ci else "")
     for name, result in results.items():
         if result["incomplete"]:
             tile(f"{name}: dialogues without a score", str(result["failed"]), f"INCOMPLETE: {result['n']} were scored")
-    emotions = [row["emotion"] for row in metrics if isinstance(row.get("emotion"), (int, float))]
+    emotions = [row["emotion"] for row in metrics if is_number(row.get("emotion"))]
     if known:
-        tile("dialogues", " → ".join(str(result["n"]) for result in known), f"{evaluate.half_up(known[-1]['mean_turns'])} replies each")
+        tile("dialogues", side_by_side(results, (str(result["n"]) for result in known)), f"{evaluate.half_up(known[-1]['mean_turns'])} replies each")
     elif emotions:
         tile("mean final emotion, training", f"{emotions[0]:.1f} → {emotions[-1]:.1f}", f"best {max(emotions):.1f}")
-        tile("steps", str(metrics[-1].get("step", len(metrics))), f"{sum(row.get('seconds') or 0 for row in metrics) / 60:.1f} minutes")
+        seconds = sum(row["seconds"] for row in metrics if is_number(row.get("seconds")))
+        tile("steps", str(metrics[-1].get("step", len(metrics))), f"{seconds / 60:.1f} minutes")
     return el("div", *made, class_="tiles") if made else ""
 
 
@@ -205,42 +227,56 @@ def html_comparison(results):
     try:
         comparison = evaluate.compare(first, second, force=True)         # write_report has refused what was not forced
     except ValueError:
-        return warning(results) + text("p", "Nothing to compare: the two results share no scored scenario.", class_="warn")
+        return text("p", "Nothing to compare: the two results share no scored scenario.", class_="warn")
     head, *rows = evaluate.comparison_table(comparison)
-    return (warning(results) + html_table([(head[0], a, b, f"{b} - {a} (95 %)", head[4]), *rows])
+    return (html_table([(head[0], a, b, f"{b} - {a} (95 %)", head[4]), *rows])
             + text("p", f"{'; '.join(comparison['notes'])}. Paired bootstrap over scenarios.", class_="fine"))
 
 
 def html_curves(metrics):
     """Every number of metrics.jsonl over the steps: the main ones, then the others, folded."""
-    curves = defaultdict(list)
+    curves, undrawn = defaultdict(list), []
     for number, row in enumerate(metrics, 1):
         for key, value in row.items():
-            if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-                curves[key].append((row.get("step", number), value))
+            if is_number(value):
+                curves[key].append((row["step"] if is_number(row.get("step")) else number, value))
+            elif isinstance(value, float):
+                undrawn.append(key)
+    curves.pop("step", None)
     rest = sorted(curves.keys() - CURVES.keys())
     main = el("div", *(svg_curve(key, curves[key], *CURVES[key]) for key in CURVES if key in curves), class_="curves")
     more = el("div", *(svg_curve(key, curves[key]) for key in rest), class_="curves")
-    return (main + (fold(f"{len(rest)} more numbers", more) if rest else "")) if curves else ""
+    if undrawn:
+        main = text("p", f"Not drawn, because NaN, infinite or huge: {len(undrawn)} values ({', '.join(sorted({*undrawn}))}).", class_="warn") + main
+    return (main + (fold(f"more numbers: {len(rest)}", more) if rest else "")) if curves or undrawn else ""
 
 
-def svg_curve(name, points, title="", low=None, high=None, width=320):
-    """A line over steps. low, high: ends of the scale; None = those of the data. Every point tells its step and value."""
+def round_scale(low, high):
+    """The ticks of a scale that holds both: two to four steps of 1, 2, 2.5 or 5 times a power of ten."""
+    if high - low < 1e-99:
+        high = low + (abs(low) if abs(low) > 1e-99 else 1)
+    power = 10.0 ** math.floor(math.log10((high - low) / 2))
+    unit = next(digit * power for digit in (1, 2, 2.5, 5, 10) if digit * power * 2.001 >= high - low)
+    return [place * unit for place in range(math.floor(low / unit + 0.001), math.ceil(high / unit - 0.001) + 1)]
+
+
+def svg_curve(name, points, title="", *ends, width=320):
+    """A line over steps, filled down to 0 where its scale has one. Every point tells its step and value."""
     steps, values = zip(*points)
-    y0, y1 = min(values) if low is None else min(low, *values), max(values) if high is None else max(high, *values)
-    y0, y1 = (y0 - 0.5, y1 + 0.5) if y0 == y1 else (y0, y1)
+    ticks = round_scale(min(values + ends), max(values + ends))
     x_of = lambda step: round(44 + (width - 56) * (step - steps[0]) / (steps[-1] - steps[0] or 1), 1)
-    y_of = lambda value: round(128 - 116 * (value - y0) / (y1 - y0), 1)
+    y_of = lambda value: round(128 - 116 * (value - ticks[0]) / (ticks[-1] - ticks[0]), 1)
     line, grid = " ".join(f"{x_of(step)},{y_of(value)}" for step, value in points), []
-    for value in (y0, (y0 + y1) / 2, y1):
+    for value in ticks:
         grid += [el("line", class_="grid", x1=44, x2=width - 12, y1=y_of(value), y2=y_of(value)),
-                 text("text", f"{value:.3g}", x=38, y=y_of(value) + 4, text_anchor="end")]
-    dots = (el("circle", text("title", f"step {step}: {value:.4g}"), cx=x_of(step), cy=y_of(value), r=4 if step == steps[-1] else 2.2)
-            for step, value in points)
-    return el("figure", el("figcaption", text("b", name), " ", text("span", title)), el(
-        "svg", *grid, el("polygon", points=f"44,128 {line} {x_of(steps[-1])},128"), el("polyline", points=line), *dots,
-        text("text", steps[0], x=44, y=145), text("text", f"step {steps[-1]}", x=width - 12, y=145, text_anchor="end"), viewBox=f"0 0 {width} 150",
-        role="img", aria_label=f"{name}: {values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}"))
+                 text("text", f"{value:.3g}".replace("e-0", "e-"), x=38, y=y_of(value) + 4, text_anchor="end")]
+    fill = el("polygon", points=f"44,{y_of(0)} {line} {x_of(steps[-1])},{y_of(0)}") if ticks[0] <= 0 <= ticks[-1] else ""
+    dots = (el("circle", text("title", f"step {step}: {value:.4g}"), cx=x_of(step), cy=y_of(value), r=3.5) for step, value in points)
+    said = f"{title or name}: {values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}"
+    return el("figure", el("figcaption", text("b", title or name), text("b", f"{values[-1]:.3g}", class_="num"), text("span", title and name)), el(
+        "svg", *grid, fill, el("polyline", points=line), *dots, text("text", steps[0], x=44, y=145),
+        text("text", f"step {steps[-1]}", x=width - 12, y=145, text_anchor="end"),
+        viewBox=f"0 0 {width} 150", class_="few" if len(points) <= 12 else "", role="img", aria_label=said))
 
 
 def html_groups(results, key):
@@ -262,7 +298,8 @@ def html_groups(results, key):
                       el("i", class_=f"dot k{place}", style=f"left:{group['score']:.1f}%",
                          title="{}: score {}, success {} %, failure {} %".format(source, *said))]
             scores.append(evaluate.half_up(group["score"]))
-        rows.append(el("div", text("span", name), el("div", *marks, class_="track"), text("span", " → ".join(scores), class_="num"), class_="row"))
+        said = text("span", side_by_side(results, scores), class_="num")
+        rows.append(el("div", text("span", name), el("div", *marks, class_="track"), said, class_="row"))
     ticks = (text("i", value, style=f"left:{value}%") for value in (0, 50, 100))
     axis = el("div", el("span"), el("div", *ticks, class_="track"), text("span", "score", class_="num"), class_="row axis")
     return legend(results) + el("div", *rows, axis, class_="rows") + fold("as a table", html_table(table))
@@ -280,26 +317,29 @@ def html_histogram(results):
                         for place, (name, values) in enumerate(finals.items())), class_="bin") for low, high in BINS)
     return (legend(results) + el("div", *bins, class_="bins", role="img", aria_label="histogram of final emotions")
             + el("div", *(text("span", low) for low, _ in BINS), class_="bins axis")
-            + text("p", f"Points at the end; the highest column is {top:.0f} % of the dialogues.", class_="fine"))
+            + text("p", f"Points at the end: failures are in the first column, successes in the last. The highest is {top:.0f} % of the dialogues.",
+                   class_="fine"))
 
 
 def html_strategies(results):
     """How often each strategy was used, and what it did to the user's emotion (evaluate.strategy_table)."""
-    tables = {name: result.get("strategies") or {} for name, result in results.items()}
+    tables = {name: result["strategies"] for name, result in results.items() if result.get("strategies")}       # without acts: unknown, not 0
     uses = lambda name: max(table[name]["per_dialogue"] for table in tables.values() if name in table)
     names = sorted({name for table in tables.values() for name in table}, key=lambda name: -uses(name))
     if not names:
         return ""
-    top, rows = uses(names[0]), []
+    top, first, rows = uses(names[0]), next(iter(tables)), []
     for name in names:
-        for place, (source, table) in enumerate(tables.items()):
+        for source, table in tables.items():
+            place = [*results].index(source)     # its colour
             row = table.get(name, {"per_dialogue": 0, "contribution": None})
             often, gain = row["per_dialogue"], row["contribution"]
             bar = el("i", class_=f"k{place}", style=f"width:{100 * often / top:.1f}%")
             swing = el("i", class_="up" if gain >= 0 else "down", style=f"width:{min(50, 5 * abs(gain)):.1f}%") if gain is not None else ""
-            rows.append(el("tr", text("td", name if place == 0 else ""), text("td", source, class_="fine"), el("td", el("div", bar, class_="bar")),
-                           text("td", f"{often:.2f}", class_="num"), el("td", el("div", swing, class_="gain")),
-                           text("td", "-" if gain is None else f"{gain:+.2f}", class_="num"), class_="first" if place == 0 else ""))
+            rows.append(el("tr", text("td", name if source == first else ""), text("td", source, class_="fine"),
+                           el("td", el("div", bar, class_="bar")), text("td", f"{often:.2f}", class_="num"),
+                           el("td", el("div", swing, class_="gain")), text("td", "-" if gain is None else f"{gain:+.2f}", class_="num"),
+                           class_="first" if source == first else ""))
     head = el("tr", text("th", "strategy"), el("th"), text("th", "uses in a dialogue", colspan=2),
               text("th", "contribution: mean change, points", colspan=2))
     return legend(results) + el("div", el("table", el("thead", head), el("tbody", *rows), class_="strategies"), class_="wide")

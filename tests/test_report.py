@@ -1,5 +1,6 @@
 """report.py: whatever was said stays text; the page works in a real (headless) browser; it needs no other file."""
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -68,8 +69,8 @@ def test_the_page_needs_no_other_file_and_runs_no_script_but_its_own(tmp_path):
     script = re.search(r"<script>(.*?)</script>", page, re.S)[1]
     assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in page
     assert "default-src 'none'" in page and "prefers-color-scheme: dark" in page and 'name="viewport"' in page
-    assert "NaN" not in page and page.count("<figure>") == 5 and "step 2: 40.5" in page          # odd<b> and seconds are curves too
-    assert page.count("<details") == page.count("</details>") and "http-equiv=\"refresh\"" not in page
+    assert page.count("NaN") == 1 and page.count("<figure>") == 5 and "step 2: 40.5" in page          # odd<b> and seconds are curves too
+    assert page.count("<details") == page.count("</details>") and "name=\"reload\"" not in page
 
 
 def test_results_of_different_users_share_a_page_only_when_forced_and_then_with_a_warning_at_every_plot(tmp_path, capsys):
@@ -108,12 +109,62 @@ def test_watching_rewrites_the_page_as_the_run_goes_on_and_only_then_reloads(tmp
             file.write('{"step": 3, "emotion": 77.25}\n')
     monkeypatch.setattr(report.time, "sleep", nap)
     report.watch(folder)
-    assert [seconds for seconds, _ in naps] == [10, 10] and all('http-equiv="refresh" content="10"' in page for _, page in naps)
+    assert [seconds for seconds, _ in naps] == [10, 10] and all('name="reload" content="10"' in page for _, page in naps)
     assert ["step 3: 77.25" in page for _, page in naps] == [False, True]
-    assert 'http-equiv="refresh"' not in (folder / "report.html").read_text()                    # the last one stands still
+    assert 'name="reload"' not in (folder / "report.html").read_text()                    # the last one stands still
 
 
-@pytest.mark.parametrize("argv", [["--report", "no/such/folder"], ["--report", "a", "b", "c"], ["--watch", "no/such/run"]])
+def test_a_half_written_line_does_not_end_the_watch(tmp_path, monkeypatch):
+    folder, pages = a_run(tmp_path / "r", talks()), []
+    lines = iter(('{"step": 3, "emot', 'ion": 77.25}\n'))
+
+    def nap(_):
+        pages.append((folder / "report.html").read_text())
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(next(lines, ""))
+        os.utime(folder / "metrics.jsonl", ns=(len(pages), len(pages)))
+        if len(pages) == 3:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(report.time, "sleep", nap)
+    report.watch(folder)
+    assert ["step 3: 77.25" in page for page in pages] == [False, False, True]
+
+
+def test_numbers_that_are_none_are_left_out_and_counted(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "emotion": NaN, "seconds": Infinity, "entropy": 1e308, "big": 12345678901234567890123, "tiny": 5e-324}\n'
+                                            '{"step": "x", "emotion": 41, "seconds": null, "entropy": -1e400, "turns": true, "tiny": 1e-323}\n')
+    page = report.write_report(tmp_path).read_text()
+    assert page.count("<figure>") == 3 and "step 2: 41" in page and "41.0 → 41.0" in page                # emotion, big, tiny
+    assert "Not drawn, because NaN, infinite or huge: 4 values (emotion, entropy, seconds)." in page
+
+
+def test_half_a_character_does_not_cost_the_report(tmp_path):
+    talk = dialogue([45], opening="lone \ud800", character="\udfff") | {"error": "\ud83e"}
+    page = report.write_report(save(tmp_path / "t.jsonl", [talk])).read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
+    assert data[0]["dialogues"][0]["opening"] == "lone \ud800" and "\\udfff" in page.partition('id="data"')[0]
+
+
+def test_a_result_without_strategies_is_not_shown_as_one_that_used_none(tmp_path):
+    for name, act in (("a", "praise"), ("b", None)):
+        played = [dialogue([45, 50])]
+        played[0]["turns"][0]["act"] = act
+        (tmp_path / f"{name}.json").write_text(json.dumps(evaluate.summarize(played)))
+    page = report.write_report([tmp_path / "a.json", tmp_path / "b.json"]).read_text()
+    table = page.partition("<h2>Strategies</h2>")[2].partition("</section>")[0]
+    assert "praise" in table and "0.00" not in table
+
+
+@pytest.mark.parametrize("name, words", [("config.json", "{"), ("config.json", "[1]"), ("after.json", "{}"), ("after.json", '{"dialogues": []}'),
+                                         ("metrics.jsonl", '{"step": 1, "emo'), ("transcripts/step-000001.jsonl", "[]")])
+def test_a_broken_file_of_a_run_is_named_in_one_line(tmp_path, capsys, name, words):
+    (a_run(tmp_path / "r", talks()) / name).write_text(words)
+    code, out, err = run(capsys, "--report", tmp_path / "r")
+    assert code == 2 and not out and name in err and err.count("\n") == 1 and not list((tmp_path / "r").glob("*.partial"))
+
+
+@pytest.mark.parametrize("argv", [["--report", "no/such/folder"], ["--report", "a", "b", "c"], ["--watch", "no/such/run"], ["--report", ".", "."],
+                                  ["--report", ".", "--out", "no/such/folder/x.html"]])
 def test_a_mistake_is_one_line(argv, capsys):
     code, out, err = run(capsys, *argv)
     assert code == 2 and not out and err.startswith("evaluate.py: ") and err.count("\n") == 1
@@ -144,6 +195,19 @@ def test_an_opened_dialogue_shows_words_emotions_folded_thoughts_and_its_end(tmp
     assert page.count("<circle") == 7 and '<b class="mid">50</b> (+10)' in page and "The end: satisfied, 100 points" in page
     failed = dom(tmp_path / "t.html", "#end=simulator_failed&open=0")
     assert "The end: simulator failed, no score" in failed and "the endpoint fell silent" in failed
+
+
+@browser
+def test_a_shared_address_shows_its_dialogue_however_far_down_the_list(tmp_path):
+    path = report.write_report(save(tmp_path / "t.jsonl", [dialogue([45, 55], f"s{number}") for number in range(100)]))
+    page = dom(path, "#open=70&source=nowhere")                                                       # a choice that this page lacks is none
+    assert page.count('class="dialogue"') == 80 and page.count('class="talk"') == 1 and "100 of 100" in page
+
+
+@browser
+def test_each_turn_in_the_emotion_curve_is_a_button_for_the_keyboard_too(tmp_path):
+    page = dom(report.write_report(save(tmp_path / "t.jsonl", talks())), "#q=lighthouse&open=0")
+    assert re.findall(r'role="button" tabindex="0"><title>(turn \d)', page) == [f"turn {number}" for number in range(1, 7)]
 
 
 @browser
