@@ -29,7 +29,7 @@ CURVES = {"emotion": ("mean final emotion, points", 0, 100), "success": ("% of d
           "response_len": ("tokens of reply and thought", 0, 0), "turns": ("replies in a dialogue", 0, 0),
           "format_rate": ("well-formed replies, %", 0, 100), "repeat_rate": ("repeated replies, %", 0, 0),
           "approx_kl": ("KL of a step's update, nats", 0, 0), "ref_kl": ("KL to the first policy, nats", 0, 0),
-          "mismatch": ("engine against learner, nats", 0, 0), "entropy": ("of the policy, nats a token", 0, 0)}
+          "mismatch": ("engine against learner, nats", 0, 0), "entropy": ("entropy, nats a token", 0, 0)}
 BINS = [(low, low + 9) for low in range(0, 100, 10)] + [(100, 100)]
 
 
