@@ -436,7 +436,9 @@ def test_a_strategys_contribution_is_the_mean_change_of_the_turns_that_use_it():
     for talk, acts in ((first, ["praise", "advice", "praise and empathy"]), (second, [None, "advice"])):
         for turn, act in zip(talk["turns"], acts):
             turn["act"] = act
-    assert evaluate.summarize([first, second])["strategies"] == {
+    second["turns"][1]["change"] = -30                                        # a simulator's wish beyond the rule counts as the rule's -10
+    unlabelled = dialogue([45], "c")
+    assert evaluate.summarize([first, second, unlabelled])["strategies"] == {
         "praise": {"turns": 2, "per_dialogue": 1, "contribution": 10}, "advice": {"turns": 2, "per_dialogue": 1, "contribution": -7.5},
         "empathy": {"turns": 1, "per_dialogue": 0.5, "contribution": 10}, "(none)": {"turns": 1, "per_dialogue": 0.5, "contribution": -10}}
 

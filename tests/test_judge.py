@@ -41,7 +41,7 @@ def good(text, seed=0):
 
 @pytest.mark.parametrize("text", [
     GRADED, GRADED.replace(": ", "： "), "**" + GRADED.replace("\n", "\n**").replace(": ", ":** "), "- " + GRADED.replace("\n", "\n- "),
-    "<think>Core Insight: 1 \"x\"</think>\n" + GRADED, GRADED.lower(), GRADED.replace(' "I', '/5 - "I'), GRADED.replace('"I hear you"', "“I hear you,  and”"),
+    "<think>\nCore Insight: 1 \"x\"\n</think>\n" + GRADED, GRADED.lower(), GRADED.replace(' "I', '/5 - "I'), GRADED.replace('"I hear you"', "“I hear you,  and”"),
     "Here are the grades.\n\n" + GRADED + "\n\nI hope this helps."])
 def test_five_grades_with_true_evidence_are_read_whatever_their_dress(text):
     assert [grade for grade, _ in judge.parse_abilities(text, REPLIES).values()] == [5, 4, 3, 2, 1]
@@ -86,6 +86,7 @@ def test_an_unusable_answer_is_asked_for_again_three_times_in_all_and_then_count
     talk = dialogue([45, 55])
     result = judge.judge_dialogues(client, [talk])
     assert (result["asked"], result["failed"]) == (3, 2) and talk["judge"] == {"plane": [3, -1]}       # no thoughts: no tracking
+    assert (result["empathy"], result["creative"]) == (3, -1)
     assert len(client.prompts) == 3 + 3 + 1 and len(set(client.seeds)) == 7
     assert result["abilities"]["Core Insight"] == {"mean": None, "se": None, "n": 0} and result["tracking_r"] is None
 

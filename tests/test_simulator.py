@@ -1106,6 +1106,9 @@ def test_a_reversal_spoils_the_best_reply_and_passes():
     _, pressed, calm = pressed_and_calm("reversal", right)
     spoilt = next(i for i, r in enumerate(pressed) if r.flags == ["reversed"])
     assert pressed[spoilt].change == -5 and calm[spoilt].change > 0 and spoilt in (2, 3)
+    half_right = lambda user, turn: stock_reply(user.scenario.intention, "", random.Random(turn))[0]
+    _, pressed, calm = pressed_and_calm("reversal", half_right)
+    assert {(p.change, c.change) for p, c in zip(pressed, calm) if p.flags == ["reversed"]} == {(-5, 5)}
 
 
 def test_a_test_is_passed_by_naming_something_told():
