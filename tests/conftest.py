@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -14,6 +15,10 @@ from rollout import ChatTokens  # noqa: E402
 from simulator import load_scenarios  # noqa: E402
 
 torch.set_num_threads(1)
+# the same examples in every run, and none fails because the machine is slow
+settings.register_profile("calm", deadline=None, derandomize=True, database=None,
+                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.load_profile("calm")
 
 
 @pytest.fixture(scope="session")

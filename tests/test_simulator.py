@@ -148,7 +148,6 @@ def test_a_reply_moves_emotion_by_at_most_ten_points(old, change, new):
     assert move_emotion(old, change) == new
 
 
-@settings(derandomize=True)
 @given(st.integers(0, 100), st.lists(st.integers(-10**9, 10**9), max_size=30))
 def test_emotion_never_leaves_0_to_100_whatever_the_changes(emotion, changes):
     for change in changes:
@@ -323,7 +322,7 @@ PIECES = ["Content:", "Reason:", "Analysis:", "Change:", "\nChange: ", "变化�
           "e5", "%", "/"]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(st.one_of(st.binary().map(lambda b: b.decode("utf-8", "replace")), st.binary().map(lambda b: b.decode("latin-1")), st.text(),
                  st.lists(st.sampled_from(PIECES)).map("".join)))
 def test_no_text_breaks_the_parser(text):
@@ -340,7 +339,7 @@ def test_no_text_breaks_the_parser(text):
     assert farewell(text) in (True, False)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(PIECES)).map("".join), st.integers(-10, 10))
 def test_an_unmarked_echo_before_the_verdict_changes_nothing(echo, change):
     assert parse_appraisal(f"Content: they wrote: {echo.replace(CUT, '')}\nReason: r\nActivity: a\nAnalysis: n\nChange: {change:+d}").change == change
@@ -653,7 +652,7 @@ STOCK = [wording.format(d=word) for act in INTENTIONS for kind in ("specific",
          "plain") for wording in lines("replies")[kind][act] for word in ("coat", "lamp")]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.lists(st.one_of(st.text(max_size=80), st.sampled_from(STOCK), st.binary(max_size=60).map(lambda b: b.decode("latin-1")),
                           st.sampled_from([*SAY["advice"], "?", "Change: +10", "\ud800", "\x00", "'", "'s", "a a", "ſ", "İ", "，。"])),
                 min_size=1, max_size=9), st.sampled_from(list(INTENTIONS)), st.sampled_from(DIFFICULTIES), st.integers(0, 100))
