@@ -507,7 +507,7 @@ def listed(pairs):
     return ", ".join(f"{key} {str(x)[:24]} / {str(y)[:24]}" for key, (x, y) in pairs.items())
 
 
-def compare(a, b, force=False, resamples=10_000, seed=0):
+def compare(a, b, force=False, names=("A", "B"), resamples=10_000, seed=0):
     """b - a on the scenarios that both have: paired bootstrap over scenarios, whose repetitions are averaged first.
 
     a, b: results of summarize(). p: twice the smaller share of resampled differences on one side of 0 (at most 1; never 0).
@@ -532,7 +532,7 @@ def compare(a, b, force=False, resamples=10_000, seed=0):
              agents and f"the policies' settings differ: {listed(agents)}",
              a.get("judge") and b.get("judge") and judges and f"THE JUDGES DIFFER: {listed(judges)}",
              (a["incomplete"] or b["incomplete"]) and "INCOMPLETE: failed dialogues are left out",
-             f"{len(shared)} scenarios in both; left out: {left_out[0]} only in A, {left_out[1]} only in B"]
+             f"{len(shared)} scenarios in both; left out: {left_out[0]} only in {names[0]}, {left_out[1]} only in {names[1]}"]
     comparison = {"n": len(shared), "left_out": left_out, "notes": [note for note in notes if note]}
     picks = np.random.default_rng(seed).integers(0, len(shared), (resamples, len(shared)))
     for name, metric in METRICS.items():

@@ -55,15 +55,15 @@ def write_report(paths, out=None, force=False, refresh=0):
 
 
 def watch(run_dir, out=None, force=False, seconds=10):
-    """Write the report again whenever the run has logged a step, until Ctrl-C; the page reloads itself meanwhile."""
-    log, seen, told = Path(run_dir) / "metrics.jsonl", None, False
+    """Write the report again whenever the run has logged a step or was evaluated, until Ctrl-C; the page reloads itself meanwhile."""
+    files, seen, told = [Path(run_dir) / name for name in ("metrics.jsonl", "before.json", "after.json")], None, False
     if not Path(run_dir).is_dir():
         raise ValueError(f"{run_dir}: no run folder to watch; train.py makes it when it starts")
-    if not log.exists():
+    if not files[0].exists():
         print(f"{run_dir}: no step yet; waiting for the first", flush=True)
     try:
         while True:
-            stamp = log.stat().st_mtime_ns if log.exists() else None
+            stamp = [path.stat().st_mtime_ns for path in files if path.exists()] or None
             if stamp != seen:
                 try:
                     path, seen = write_report(run_dir, out, force, refresh=seconds), stamp
@@ -225,7 +225,7 @@ def html_comparison(results):
         return ""
     (a, first), (b, second) = results.items()
     try:
-        comparison = evaluate.compare(first, second, force=True)         # write_report has refused what was not forced
+        comparison = evaluate.compare(first, second, force=True, names=(a, b))         # write_report has refused what was not forced
     except ValueError:
         return text("p", "Nothing to compare: the two results share no scored scenario.", class_="warn")
     head, *rows = evaluate.comparison_table(comparison)

@@ -82,6 +82,7 @@ def test_results_of_different_users_share_a_page_only_when_forced_and_then_with_
     code, out, _ = run(capsys, *argv, "--force")
     page = (tmp_path / "c.html").read_text()
     assert code == 0 and out.strip() == str(tmp_path / "c.html")
+    assert "left out: 0 only in a, 0 only in b" in page
     assert page.count("Not comparable: the simulated users differ (start_emotion)") >= 4 and "WARNING: THE SIMULATED USERS DIFFER" in page
 
 
@@ -112,6 +113,20 @@ def test_watching_rewrites_the_page_as_the_run_goes_on_and_only_then_reloads(tmp
     assert [seconds for seconds, _ in naps] == [10, 10] and all('name="reload" content="10"' in page for _, page in naps)
     assert ["step 3: 77.25" in page for _, page in naps] == [False, True]
     assert 'name="reload"' not in (folder / "report.html").read_text()                    # the last one stands still
+
+
+def test_watching_shows_an_evaluation_that_comes_after_the_last_step(tmp_path, monkeypatch):
+    folder, naps = a_run(tmp_path / "r", talks()), []
+    (folder / "after.json").unlink()
+
+    def nap(_):
+        naps.append((folder / "report.html").read_text())
+        if len(naps) == 2:
+            raise KeyboardInterrupt
+        (folder / "after.json").write_text(json.dumps(evaluate.summarize(talks(), {"model": "the model of afterwards"})))
+    monkeypatch.setattr(report.time, "sleep", nap)
+    report.watch(folder)
+    assert ["the model of afterwards" in page for page in naps] == [False, True]
 
 
 def test_a_half_written_line_does_not_end_the_watch(tmp_path, monkeypatch):
