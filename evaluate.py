@@ -46,6 +46,7 @@ JUDGE_SIDE = ("judge", "judge_prompts_sha256")
 PLAYED_WITH = ("model", "simulator", "simulator_model", "simulator_url", "simulator_format", "simulator_max_tokens", "difficulty", "start_emotion",
                "max_turns", "scenarios", "train_scenarios", "limit", "think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions",
                "seed", "seeds", "judge", "judge_url")
+FEWEST = 6                      # scenarios of a comparison that has an interval: 2 / 2^6 = 0.03
 END_RULES = "satisfied >= 100, gave_up < 10, max_turns, farewell as the message's close"
 BEHAVIOUR = ("mean_turns", "reply_tokens", "thought_tokens", "format_rate", "repeat_rate", "collapse_rate", "need_named", "hint_named")
 GROUPS = {"per_intention": "intention", "per_character": "character", "per_kind": "kind"}     # key of a summary -> field of a transcript
@@ -102,8 +103,10 @@ def score(args):
         judging = judge.client_of(args)
     if args.train_scenarios:
         simulator.load_scenarios(args.train_scenarios)  # a broken file is said now, not after an hour of playing
-    client, references = None, {}
+    client, references, others = None, {}, []
     if args.transcripts:
+        if args.save_transcripts and Path(args.save_transcripts).exists():
+            raise ValueError(f"{args.save_transcripts} exists; name a new file")
         transcripts = read_transcripts(args.transcripts)
         settings = settings_of_file(args.transcripts, transcripts) | ({"judge": args.judge, "judge_prompts_sha256": judge_prompts()} if args.judge else {})
     else:
@@ -116,12 +119,12 @@ def score(args):
             references = {name: mean([simulator.play_reference(name, scenario, args.difficulty, args.start_emotion,
                                                                args.max_turns, args.seed) for scenario in scenarios])
                           for name in simulator.REFERENCE_PLAYERS}
-        transcripts = play(args, scenarios, make_user, client, settings)
+        transcripts, others = play(args, scenarios, make_user, client, settings)
     judged = {}
     if judging:  # before the summary: its strategy table uses the judge's labels
         judged = {"judge": judge.judge_dialogues(judging, transcripts, args.seed) | {"calls": judging.take_counts()}}
     if args.save_transcripts:
-        write_lines(args.save_transcripts, transcripts)
+        write_lines(args.save_transcripts, transcripts + others)
     result = (summarize(transcripts, settings, references) | judged | (verify(transcripts) if args.verify else {})
               | ({"simulator": client.take_counts()} if client else {}))
     if args.train_scenarios:
@@ -139,13 +142,15 @@ def score(args):
 
 
 def play(args, scenarios, make_user, client, settings):
-    """Let the policy talk to every scenario; returns transcripts (dicts, see rollout.Dialogue.to_dict).
+    """Let the policy talk to every scenario; returns transcripts (dicts, see rollout.Dialogue.to_dict), and what else the file holds.
 
     --save-transcripts FILE grows with every dialogue that ends. What stands in it, played with the same settings, is not
-    played again, unless its user had failed.
+    played again, unless its user had failed; what a smaller --limit or --seeds does not ask for stays in it.
     """
     import rollout  # here: scoring files needs no torch
-    fingerprint = hash_of({key: value for key, value in settings.items() if key not in ("limit", "seeds", "simulator_url") and "judge" not in key})
+    # what chooses among dialogues, or reads them, changes none
+    fingerprint = hash_of({key: value for key, value in settings.items() if key not in ("limit", "seeds", "simulator_url")
+                           and not key.startswith(("judge", "train_scenarios"))})
     marks = {"played_with": fingerprint, "benchmark": settings["benchmark"]}
     path, known = args.save_transcripts and Path(args.save_transcripts), []
     if path and path.exists():
@@ -168,8 +173,9 @@ def play(args, scenarios, make_user, client, settings):
             seeds=args.seeds, done={(row["scenario"], row["seed"]) for row in known}, on_end=keep)
     played = [dialogue.to_dict() | marks for dialogue in dialogues]
     place = {scenario.id: number for number, scenario in enumerate(scenarios)}
-    wanted = [row for row in known if row["scenario"] in place and row["repetition"] < args.repetitions * args.seeds]
-    return sorted(wanted + played, key=lambda row: (row["repetition"], place[row["scenario"]]))
+    asked = lambda row: row["scenario"] in place and row["repetition"] < args.repetitions * args.seeds
+    wanted, others = [row for row in known if asked(row)], [row for row in known if not asked(row)]
+    return sorted(wanted + played, key=lambda row: (row["repetition"], place[row["scenario"]])), others
 
 
 def of_unseen_personas(transcripts, scenarios, train_scenarios):
@@ -423,25 +429,32 @@ def thought_hits(transcript):
     synonyms, so it means nothing for free text (there the judge asks for a number; judge.py)."""
     heard = [transcript.get("opening") or ""]
     for turn in scored_turns(transcript):
-        if turn.get("thought") and (turn.get("act") or turn["flags"][:1] == ["nothing"]):  # the scripted user heard it
+        if turn.get("thought") and scripted_heard(turn):
             words = set(simulator.words_of(turn["thought"]))
             yield (re.findall(r"\bneeds? (\w+)", turn["thought"]) == [transcript["intention"]],
                    any(keyword in words for text in heard for _, _, keyword in simulator.hints_in(text)))
         heard.append(turn["user"])
 
 
+def scripted_heard(turn):
+    """Whether the scripted user heard the reply: it names the act, and gives its verdict as a flag where it knows none."""
+    return bool(turn.get("act") or simulator.lines("user")["thoughts"].keys() & turn["flags"])
+
+
 def strategy_table(transcripts):
     """strategy -> turns that use it, uses a dialogue, and its contribution: the mean change of the user's emotion (points)
     over the turns that use it (RLVER sec. 4; facts 5.7). A turn that uses two counts for both.
 
-    Labels are the judge's where it has read the dialogue, else the acts that the scripted user recognised.
+    Labels are the judge's, if it has read any of the dialogues, else the acts that the scripted user recognised: the two have
+    different words, so a dialogue that lacks the labels of the others is left out.
     """
+    judged = any((transcript.get("judge") or {}).get("strategies") for transcript in transcripts)
     changes, dialogues = defaultdict(list), 0
     for transcript in transcripts:
         turns = scored_turns(transcript)
-        labels = (transcript.get("judge") or {}).get("strategies") or [
+        labels = (transcript.get("judge") or {}).get("strategies") if judged else any(map(scripted_heard, turns)) and [
             turn["act"].split(" and ") if turn.get("act") else ["(none)"] for turn in turns]
-        if any(label != ["(none)"] for label in labels):
+        if labels:
             dialogues += 1
             for turn, used in zip(turns, labels):
                 for label in used:
@@ -510,8 +523,9 @@ def listed(pairs):
 def compare(a, b, force=False, names=("A", "B"), resamples=10_000, seed=0):
     """b - a on the scenarios that both have: paired bootstrap over scenarios, whose repetitions are averaged first.
 
-    a, b: results of summarize(). p: twice the smaller share of resampled differences on one side of 0 (at most 1; never 0).
-    ValueError if the users were different people (SIMULATOR_SIDE), unless forced, or if nothing is shared.
+    a, b: results of summarize(). p: twice the smaller share of resampled differences on one side of 0; at most 1, never 0, and
+    never below 2 / 2^n, which is all that the signs of n differences can tell. No p and no interval below FEWEST scenarios,
+    where that is above 0.05; no interval where all differences are equal, since it would have no width. ValueError if the users were different people (SIMULATOR_SIDE), unless forced, or if nothing is shared.
     """
     mixed = check_same_users(a, b, force)
     agents, judges = (differing(a["settings"], b["settings"], keys) for keys in (AGENT_SIDE, JUDGE_SIDE))
@@ -532,6 +546,7 @@ def compare(a, b, force=False, names=("A", "B"), resamples=10_000, seed=0):
              agents and f"the policies' settings differ: {listed(agents)}",
              a.get("judge") and b.get("judge") and judges and f"THE JUDGES DIFFER: {listed(judges)}",
              (a["incomplete"] or b["incomplete"]) and "INCOMPLETE: failed dialogues are left out",
+             len(shared) < FEWEST and f"too few scenarios for an interval: {FEWEST} are the fewest that can tell anything",
              f"{len(shared)} scenarios in both; left out: {left_out[0]} only in {names[0]}, {left_out[1]} only in {names[1]}"]
     comparison = {"n": len(shared), "left_out": left_out, "notes": [note for note in notes if note]}
     picks = np.random.default_rng(seed).integers(0, len(shared), (resamples, len(shared)))
@@ -539,10 +554,10 @@ def compare(a, b, force=False, names=("A", "B"), resamples=10_000, seed=0):
         before, after = (np.array([mean([*map(metric, side[scenario])]) for scenario in shared]) for side in sides)
         difference, resampled = float((after - before).mean()), (after - before)[picks].mean(axis=1)
         comparison[name] = {"a": float(before.mean()), "b": float(after.mean()), "difference": difference, "ci": None, "p": None}
-        if len(shared) > 1:  # resampling one scenario says nothing
+        if len(shared) >= FEWEST:
             tail = 1 + min((resampled <= 0).sum(), (resampled >= 0).sum())
-            comparison[name]["ci"] = np.percentile(resampled, [2.5, 97.5]).tolist()
-            comparison[name]["p"] = min(1.0, 2 * float(tail) / (1 + resamples))
+            comparison[name]["ci"] = np.percentile(resampled, [2.5, 97.5]).tolist() if np.ptp(after - before) else None
+            comparison[name]["p"] = min(1.0, max(2 * float(tail) / (1 + resamples), 2 / 2 ** len(shared)))
     return comparison
 
 

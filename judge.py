@@ -36,7 +36,7 @@ class Unusable(ValueError):
 
 def client_of(args):
     """The judge's endpoint, asked once; without --judge-url it is the simulator's, with its key. ValueError if it does not answer."""
-    role = "simulator" if args.judge_url in ("", args.simulator_url) else "judge"
+    role = "simulator" if args.simulator_url and args.judge_url in ("", args.simulator_url) else "judge"
     args.judge_url = args.judge_url or args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
     client = simulator.LLMClient(args.judge, args.judge_url, "sections", args.judge_cache, args.simulator_concurrency, args.simulator_timeout,
                                  args.simulator_max_tokens, role=role)
@@ -121,8 +121,9 @@ def number(text, low, high):
 
 
 def plain(text):
-    """Words only, in lower case: a quotation may differ in marks and spaces, not in words."""
-    return " ".join(re.findall(r"\w+", text.lower()))
+    """Words only, in lower case, each between spaces: a quotation may differ in marks and spaces, not in words. Chinese has none
+    between its words, so each sign stands for one."""
+    return " " + " ".join(re.findall(r"[一-鿿]|[^\W一-鿿]+", text.lower())) + " "
 
 
 def parse_abilities(text, replies):
@@ -132,7 +133,7 @@ def parse_abilities(text, replies):
     for ability in ABILITIES:
         grade = number(lines.get(ability, ""), 1, 5)
         quote = re.search(r"[\"“「«](.+)[\"”」»]", lines[ability])
-        if grade != int(grade) or not quote or not plain(quote[1]) or not any(plain(quote[1]) in reply for reply in said):
+        if grade != int(grade) or not quote or not plain(quote[1]).strip() or not any(plain(quote[1]) in reply for reply in said):
             raise Unusable(f"{ability}: no whole grade with words that the agent said")
         found[ability] = [int(grade), quote[1]]
     return found

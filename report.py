@@ -93,6 +93,8 @@ def gather_run(run):
     shown = [round(place * (len(steps) - 1) / max(1, count - 1)) for place in range(count)]
     for path in (steps[place] for place in shown):
         sources[f"step {path.stem.removeprefix('step-').lstrip('0')}"] = evaluate.read_transcripts(path)
+    for path in sorted(run.glob("transcripts/held-out-*[0-9].jsonl"))[-1:]:
+        sources[f"held out, step {path.stem.removeprefix('held-out-').lstrip('0')}"] = evaluate.read_transcripts(path)
     if not (results or sources or metrics):
         raise ValueError(f"{run}: no run to report (no metrics.jsonl, before.json, after.json or transcripts in it)")
     try:
@@ -240,7 +242,7 @@ def html_curves(metrics):
         for key, value in row.items():
             if is_number(value):
                 curves[key].append((row["step"] if is_number(row.get("step")) else number, value))
-            elif isinstance(value, float):
+            elif value is None or isinstance(value, float):         # train.py writes null for NaN and infinity
                 undrawn.append(key)
     curves.pop("step", None)
     rest = sorted(curves.keys() - CURVES.keys())

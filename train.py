@@ -262,13 +262,16 @@ def main(argv=None):
                                      train_policy=args.algo == "grpo" or step >= args.critic_warmup)
             engine.sync(plain_weights(policy) if separate else ())
             seconds["update"] = time.perf_counter() - updated
-            metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version,
-                       **(summed(client.take_counts()) if client else {})}
+            metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version}
             stopping = bool(ppo.over_ranks(torch.tensor([len(caught)]), "max").item())
             saving = stopping or (step + 1) % args.save_every == 0 or step + 1 == args.steps
             if saving and held_out:
-                metrics |= held_out_score(engine, chat, held_out, args, system, make_user, pool)
-                best = max(best or (-1.0, 0), (metrics["eval_emotion"], step + 1))
+                scores, talks = held_out_score(engine, chat, held_out, args, system, make_user, pool)
+                metrics |= scores
+                if not scores["eval_failed"]:                        # else it met other people than the steps it would be held against
+                    best = max(best or (-1.0, 0), (scores["eval_emotion"], step + 1))
+                rank or write_transcripts(run, step + 1, talks, "held-out")
+            metrics |= summed(client.take_counts()) if client else {}
             metrics |= {f"seconds_{name}": round(value, 3) for name, value in seconds.items()}
             metrics["seconds"] = round(time.perf_counter() - began, 3)
             if rank == 0:
@@ -351,12 +354,14 @@ def play(engine, chat, dialogues, make_user, system, pool=None):
 
 
 def held_out_score(engine, chat, scenarios, args, system, make_user, pool):
-    """eval_emotion, eval_success, eval_failure over one dialogue per held-out scenario, as SAGE plays them: start 40, 9 replies."""
+    """One dialogue per held-out scenario, as SAGE plays them: start 40, 9 replies. Returns ({eval_failed: those without a score,
+    eval_emotion, eval_success, eval_failure over the others, absent if there are none}, [Dialogue])."""
     dialogues = [Dialogue(s, args.think, seed_of("held out", args.seed, s.id), group=i, start_emotion=40, max_turns=9)
                  for i, s in enumerate(scenarios)]
     play(engine, chat, dialogues, lambda d: make_user(d.scenario, d.start_emotion, d.max_turns, d.seed), system, pool)
     engine.sync()                                    # keeps nothing of these dialogues, so a resumed run sees what this one sees
-    return {f"eval_{name}": value for name, value in outcome(dialogues).items() if name in ("emotion", "success", "failure")}
+    numbers = outcome(dialogues)
+    return {f"eval_{name}": numbers[name] for name in ("failed", "emotion", "success", "failure")[:4 if numbers["dialogues"] else 1]}, dialogues
 
 
 @contextmanager
@@ -489,6 +494,9 @@ def warn(metrics, args):
     """A run that cannot learn says so, with the setting to change."""
     if metrics["truncated"] > 50:
         tqdm.write(f"warning: {metrics['truncated']:.0f} % of replies were cut; raise --max-new-tokens {args.max_new_tokens}", file=sys.stderr)
+    if metrics.get("eval_failed"):
+        tqdm.write(f"warning: {metrics['eval_failed']} held-out dialogues have no score and are left out of eval_*; this step cannot be the best",
+                   file=sys.stderr)
     if metrics.get("frac_zero_std_groups", 0) > 0.9:
         tqdm.write("warning: over 90 % of groups earned equal rewards and teach nothing; raise --group-size or change --difficulty", file=sys.stderr)
 
@@ -539,8 +547,8 @@ def log(run, metrics, dialogues):
     write_transcripts(run, metrics["step"], dialogues)
 
 
-def write_transcripts(run, step, dialogues):
-    write_whole(run / "transcripts" / f"step-{step:06d}.jsonl",
+def write_transcripts(run, step, dialogues, kind="step"):
+    write_whole(run / "transcripts" / f"{kind}-{step:06d}.jsonl",
                 "".join(json.dumps(d.to_dict(), ensure_ascii=False) + "\n" for d in dialogues))
 
 

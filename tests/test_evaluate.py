@@ -181,9 +181,20 @@ def result(values, **settings):
     return evaluate.summarize(finals(values), known | settings)
 
 
-def test_the_same_gain_everywhere_is_certain():
-    gain = evaluate.compare(result([10, 40, 90]), result([20, 50, 100]))["score"]
-    assert (gain["difference"], gain["ci"]) == (10, [10, 10]) and gain["p"] < 0.001
+@pytest.mark.parametrize("n, p", [(6, 2 / 64), (8, 2 / 256), (20, 2 / 10_001)])
+def test_the_same_gain_everywhere_has_no_width_and_no_smaller_p_than_its_signs_can_tell(n, p):
+    before = [10, 40, 70, 30, 0] * 4
+    gain = evaluate.compare(result(before[:n]), result([value + 10 for value in before[:n]]))["score"]
+    assert (gain["difference"], gain["ci"]) == (10, None) and gain["p"] == pytest.approx(p)
+    same = evaluate.compare(result(before[:n]), result(before[:n]))["score"]
+    assert (same["difference"], same["ci"], same["p"]) == (0, None, 1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_fewer_than_six_scenarios_have_a_difference_and_no_interval(n):
+    both = evaluate.compare(result([10, 40, 90, 20, 30][:n]), result([30, 50, 95, 80, 30][:n]))
+    assert both["score"]["ci"] is both["score"]["p"] is None and both["score"]["difference"] > 0
+    assert any("too few scenarios" in note for note in both["notes"])
 
 
 def test_a_paired_interval_follows_the_spread_of_the_differences():
@@ -193,7 +204,9 @@ def test_a_paired_interval_follows_the_spread_of_the_differences():
     half = 1.96 * statistics.pstdev(differences) / 10**0.5  # what a bootstrap of the mean estimates
     assert both["difference"] == statistics.mean(differences) == 8
     assert both["ci"] == pytest.approx([8 - half, 8 + half], abs=0.6)
-    assert evaluate.compare(result(before), result(before))["score"]["p"] == 1
+    worse = evaluate.compare(result(after), result(before))["score"]
+    assert worse["p"] == pytest.approx(both["p"], abs=0.01) and 0.001 < both["p"] < 0.05      # a normal test of 8 / half says 0.01
+
 
 
 def test_only_shared_scenarios_are_compared_and_failures_are_not():
@@ -378,6 +391,7 @@ def test_an_interrupted_evaluation_plays_only_what_is_missing(tiny, capsys, tmp_
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
     played.clear()
     run(capsys, *tiny, "--limit", 2, "--save-transcripts", half)                                 # nothing is missing
+    run(capsys, *tiny, "--limit", 2, "--save-transcripts", half, "--train-scenarios", evaluate.simulator.PROMPTS / "en" / "train.jsonl")
     assert not played
     code, _, err = run(capsys, *tiny, "--seed", 6, "--save-transcripts", half)
     assert code == 2 and "dialogues of other settings" in err and err.count("\n") == 1
@@ -395,6 +409,20 @@ def test_each_dialogue_is_on_disk_as_soon_as_it_ends(tiny, capsys, tmp_path, mon
     monkeypatch.setattr(rollout, "rollout", stop)
     assert run(capsys, *tiny, "--save-transcripts", tmp_path / "t.jsonl")[0] == 2
     assert seen == [1, 2, 3]
+
+
+def test_a_smaller_call_scores_fewer_dialogues_and_loses_none(tiny, capsys, tmp_path):
+    path, key = tmp_path / "t.jsonl", lambda row: (row["scenario"], row["repetition"])
+    run(capsys, *tiny, "--seeds", 2, "--repetitions", 2, "--save-transcripts", path)
+    whole = sorted(map(json.loads, path.read_text().splitlines()), key=key)
+    assert len(whole) == 3 * 2 * 2
+    for more, n in ((("--limit", 1, "--seeds", 2), 4), (("--limit", 3), 6), (("--limit", 2), 4)):
+        code, _, _ = run(capsys, *tiny, *more, "--repetitions", 2, "--save-transcripts", path, "--json", tmp_path / "r.json")
+        assert code == 0 and json.loads((tmp_path / "r.json").read_text())["n"] == n
+        assert sorted(map(json.loads, path.read_text().splitlines()), key=key) == whole
+    (tmp_path / "other.jsonl").write_text("kept")
+    code, _, err = run(capsys, "--transcripts", path, "--save-transcripts", tmp_path / "other.jsonl")
+    assert code == 2 and "other.jsonl exists" in err and (tmp_path / "other.jsonl").read_text() == "kept"
 
 
 def test_several_seeds_are_those_of_single_runs_and_their_spread_is_printed(tiny, capsys, tmp_path):
@@ -438,6 +466,16 @@ def test_a_strategys_contribution_is_the_mean_change_of_the_turns_that_use_it():
             turn["act"] = act
     second["turns"][1]["change"] = -30                                        # a simulator's wish beyond the rule counts as the rule's -10
     unlabelled = dialogue([45], "c")
+    assert not evaluate.summarize([unlabelled])["strategies"]
+    assert not evaluate.summarize([unlabelled])["strategies"]
+    silent = dialogue([30, 20], "d")                                          # the scripted user heard no act in any of its replies
+    for turn in silent["turns"]:
+        turn |= {"act": None, "flags": ["nothing"]}
+    assert evaluate.summarize([first, silent])["strategies"] == {
+        "praise": {"turns": 2, "per_dialogue": 1, "contribution": 10}, "advice": {"turns": 1, "per_dialogue": 0.5, "contribution": -5},
+        "empathy": {"turns": 1, "per_dialogue": 0.5, "contribution": 10}, "(none)": {"turns": 2, "per_dialogue": 1, "contribution": -10}}
+    judged = dialogue([45], "e") | {"judge": {"strategies": [["analysis"]]}}   # other words: never in one table with the acts
+    assert evaluate.summarize([first, judged])["strategies"] == {"analysis": {"turns": 1, "per_dialogue": 1, "contribution": 5}}
     assert evaluate.summarize([first, second, unlabelled])["strategies"] == {
         "praise": {"turns": 2, "per_dialogue": 1, "contribution": 10}, "advice": {"turns": 2, "per_dialogue": 1, "contribution": -7.5},
         "empathy": {"turns": 1, "per_dialogue": 0.5, "contribution": 10}, "(none)": {"turns": 1, "per_dialogue": 0.5, "contribution": -10}}

@@ -60,6 +60,9 @@ def test_no_other_grade_is_ever_made_up(bad):
 def test_evidence_may_differ_in_marks_but_not_in_words():
     quote = lambda words: judge.parse_abilities(GRADED.replace('"I hear you"', f'"{words}"'), REPLIES)["Core Insight"][1]
     assert quote('you said "enough"... that TOOK courage') == 'you said "enough"... that TOOK courage' and quote("我在听") == "我在听"
+    for letters in ("ear", "I he", "ou", "enoug", "听我"):                      # letters that were said, but not as words
+        with pytest.raises(judge.Unusable):
+            quote(letters)
 
 
 def test_labels_are_read_for_every_turn_or_not_at_all():
@@ -181,7 +184,7 @@ def flags(monkeypatch):
 @pytest.mark.parametrize("judge_url, simulator_url, url, key", [
     ("http://a/v1", "", "http://a/v1", "judge-key"), ("http://a/v1", "http://b/v1", "http://a/v1", "judge-key"),
     ("", "http://b/v1", "http://b/v1", "simulator-key"), ("http://b/v1", "http://b/v1", "http://b/v1", "simulator-key"),
-    ("", "", "https://api.openai.com/v1", "simulator-key")])
+    ("", "", "https://api.openai.com/v1", "judge-key")])
 def test_no_endpoint_is_sent_the_key_of_the_other(flags, monkeypatch, judge_url, simulator_url, url, key):
     monkeypatch.setattr(simulator.LLMClient, "probe", lambda self: None)
     flags.judge_url, flags.simulator_url = judge_url, simulator_url

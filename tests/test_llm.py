@@ -768,6 +768,36 @@ def test_training_with_an_llm_user_logs_its_calls_and_keeps_no_key(endpoint, pol
     assert evaluate.verify(evaluate.read_transcripts(run / "transcripts" / "step-000002.jsonl"))["faults"] == []
 
 
+def test_an_evaluation_while_training_counts_its_calls_in_its_step_and_its_failures_apart(endpoint, policy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    people = [dataclasses.replace(EN, id=name, first_message=f"I am {name}.") for name in ("ann", "bob")]
+    monkeypatch.setattr(train, "load_scenarios", lambda path, load=train.load_scenarios: people if path == "people" else load(path))
+    lost = []                                                                    # the messages of those whose calls are refused
+
+    def plan(prompt, request):
+        return refusal(400, "no") if any(message in prompt for message in lost) else by_the_reply(prompt, request)
+
+    def play(name, *more):
+        del endpoint.requests[:]
+        folder = train.main(train_flags(policy, endpoint, "--name", name, "--eval-scenarios", "people", "--save-every", "1", "--steps", "2", *more))
+        return folder, metrics_of(folder), json.loads(next(folder.glob("checkpoints/step-000002/**/state.json")).read_text())["best"]
+    endpoint.plan = plan
+    folder, rows, best = play("well")
+    assert sum(row["simulator_calls"] for row in rows) == len(endpoint.requests) and [row["eval_failed"] for row in rows] == [0, 0]
+    talks = evaluate.read_transcripts(folder / "transcripts" / "held-out-000002.jsonl")
+    assert [talk["scenario"] for talk in talks] == ["ann", "bob"] and best[0] == max(row["eval_emotion"] for row in rows)
+    assert rows[1]["eval_emotion"] == sum(talk["final_emotion"] for talk in talks) / 2
+    assert "held out, step 2" in (folder / "report.html").read_text(encoding="utf-8") and "held-out" not in capsys.readouterr().err
+    lost.append("I am bob.")
+    folder, rows, best = play("one")
+    alone, = [talk for talk in evaluate.read_transcripts(folder / "transcripts" / "held-out-000002.jsonl") if talk["scenario"] == "ann"]
+    assert (rows[1]["eval_failed"], rows[1]["eval_emotion"], best) == (1, alone["final_emotion"], None)
+    assert "1 held-out dialogues have no score" in capsys.readouterr().err
+    lost.append("I am ann.")
+    _, rows, best = play("none")
+    assert [row["eval_failed"] for row in rows] == [2, 2] and best is None and not any("eval_emotion" in row for row in rows)
+
+
 def test_training_stops_above_the_failure_share_with_a_checkpoint_and_goes_on_as_if_nothing_had_happened(endpoint, policy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     endpoint.plan = by_the_reply

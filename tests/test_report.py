@@ -150,7 +150,7 @@ def test_numbers_that_are_none_are_left_out_and_counted(tmp_path):
                                             '{"step": "x", "emotion": 41, "seconds": null, "entropy": -1e400, "turns": true, "tiny": 1e-323}\n')
     page = report.write_report(tmp_path).read_text()
     assert page.count("<figure>") == 3 and "step 2: 41" in page and "41.0 → 41.0" in page                # emotion, big, tiny
-    assert "Not drawn, because NaN, infinite or huge: 4 values (emotion, entropy, seconds)." in page
+    assert "Not drawn, because NaN, infinite or huge: 5 values (emotion, entropy, seconds)." in page
 
 
 def test_half_a_character_does_not_cost_the_report(tmp_path):

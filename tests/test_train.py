@@ -418,7 +418,7 @@ def test_a_resume_refuses_other_flags_by_name_unless_override_lists_them(here, p
 
 def test_the_newest_checkpoints_and_the_best_are_kept(here, policy, monkeypatch):
     scores = iter([10.0, 30.0, 20.0, 30.0, 5.0, 6.0])
-    monkeypatch.setattr(train, "held_out_score", lambda *args: {"eval_emotion": next(scores), "eval_success": 0.0, "eval_failure": 0.0})
+    monkeypatch.setattr(train, "held_out_score", lambda *args: ({"eval_failed": 0, "eval_emotion": next(scores)}, []))
     folder = run(policy, "run", "--keep", "2", "--eval-scenarios", str(PROMPTS / "en" / "valid.jsonl"), steps=4)
     kept = lambda: sorted(int(path.name[5:]) for path in (folder / "checkpoints").iterdir())
     assert kept() == [3, 4]                                                  # of two equal scores the later is the best
@@ -431,7 +431,7 @@ def test_an_evaluation_while_training_changes_nothing_else_and_a_resume_equals_i
     few.write_text("".join((PROMPTS / "en" / "valid.jsonl").read_text().splitlines(True)[:1]))
     plain, whole = run(policy, "plain", "--think", steps=3), run(policy, "whole", "--think", "--eval-scenarios", str(few), steps=3)
     rows = metrics(whole)
-    assert all({"eval_emotion", "eval_success", "eval_failure"} <= row.keys() for row in rows)
+    assert all({"eval_failed", "eval_emotion", "eval_success", "eval_failure"} <= row.keys() for row in rows)
     for a, b in zip(metrics(plain), rows):
         assert {k: v for k, v in a.items() if k != "weight_version"} == {k: v for k, v in b.items() if k != "weight_version" and k[:5] != "eval_"}
     with monkeypatch.context() as patch:
