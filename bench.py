@@ -47,7 +47,7 @@ def main(argv=None):
     command.set_defaults(run=bench_learner, repetitions=3)
     for command in what.choices.values():
         command.add_argument("--repetitions", type=int, default=(default := command.get_default("repetitions")),
-                             help=f"times each is measured (default: {default}; large models of learner: once)")
+                             help=f"times each is measured (default: {default}{'; large models once' * (command is what.choices['learner'])})")
         command.add_argument("--json", metavar="FILE", help="write the numbers to FILE")
     args = parser.parse_args(argv)
     result = args.run(args)

@@ -58,7 +58,7 @@ def watch(run_dir, out=None, force=False, seconds=10):
     """Write the report again whenever the run has logged a step or was evaluated, until Ctrl-C; the page reloads itself meanwhile."""
     files, seen, told = [Path(run_dir) / name for name in ("metrics.jsonl", "before.json", "after.json")], None, False
     if not Path(run_dir).is_dir():
-        raise ValueError(f"{run_dir}: no run folder to watch; train.py makes it when it starts")
+        raise ValueError(f"{run_dir}: no run folder to watch; train.py makes it as soon as the policy is built")
     if not files[0].exists():
         print(f"{run_dir}: no step yet; waiting for the first", flush=True)
     try:

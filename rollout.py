@@ -641,6 +641,12 @@ def best_device():
 def load_policy(path, weights=True, device=""):
     """(model in float32, tokenizer) of a Hugging Face folder or hub name, with the chat template it must have.
     weights=False: the model is None; vLLM loads its own. device: where it goes, "" = the GPU if there is one."""
+    folder = Path(path)
+    if not (folder / "tokenizer_config.json").exists() and (                          # and the hub has no such name either
+            folder.is_dir() or len(folder.parts) > 2 or folder.parts[:1] in ((), ("/",), ("..",), ("runs",))):
+        near = next(place for place in (folder, *folder.parents) if place.is_dir())
+        held = ", ".join(sorted(place.name for place in near.iterdir() if place.is_dir() and place.name[0] != "."))
+        raise ValueError(f"{path}: no model there; {near} holds " + (f"the folders {held}" if held else "no folder"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if weights else None

@@ -1,7 +1,7 @@
 """Supervised warm start: builds the embedded tiny policy, or warm-starts any causal LM from good transcripts.
 
 The paper starts RL from Qwen2.5-7B-Instruct, an assistant that answers feelings with solutions. The embedded policy is our
-stand-in for it: a 1M-parameter Qwen2 that first learns the language of prompts/en (what the hints mean, how a reply of each
+stand-in for it: a 0.6M-parameter Qwen2 that first learns the language of prompts/en (what the hints mean, how a reply of each
 kind is worded, to name the thing just told) and then, in the last fifth, the assistant habit: whatever is needed, it mostly
 plans advice. Its evidence and its reading of the need stay right; only the step from need to plan is left for RL to repair.
 Loss: cross-entropy on the agent's tokens (words copied from the user weigh more), and a little on the user's.

@@ -772,7 +772,8 @@ def add_simulator_flags(group):
     add("--simulator-max-tokens", 2048, "tokens of one answer at most; a longer one is cut and asked for again")
     add("--simulator-price-in", 0.0, "price of a million tokens sent, for simulator_cost")
     add("--simulator-price-out", 0.0, "price of a million tokens received, for simulator_cost")
-    add("--max-simulator-failures", 0.25, "share of dialogues that may fail; training saves a checkpoint and stops above it")
+    add("--max-simulator-failures", 0.25,
+        "share of dialogues that may lose their user; above it training saves and stops, and an evaluation plays no more")
 
 
 def users_of(args):
@@ -783,6 +784,8 @@ def users_of(args):
     if not 0 <= args.max_simulator_failures <= 1:
         raise ValueError(f"--max-simulator-failures is a share from 0 to 1, not {args.max_simulator_failures}")
     if args.simulator == "scripted":
+        if args.simulator_model:
+            raise ValueError(f"--simulator-model {args.simulator_model} plays the user only with --simulator llm")
         return lambda scenario, *rules: ScriptedSimulator(scenario, args.difficulty, *rules), None
     args.simulator_url = args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
     if not args.simulator_model:
@@ -1087,7 +1090,12 @@ def play_reference(name, scenario, difficulty="challenging", start_emotion=40, m
 def chat_in_terminal(user, scenario, title):
     """You write the replies; after each one you see what the user felt, and why."""
     print(f"{scenario.persona}\n\nYou are this person's friend in a chat ({title}; at most {user.max_turns} replies, Ctrl-D leaves).")
-    print(f"\nemotion {user.emotion}\nuser  {user.opening()}")
+    opening = user.opening()
+    if isinstance(user, ScriptedSimulator):
+        example = stock_reply(random.choice([*INTENTIONS]), user.told[0], random.Random())[0]
+        print(f"It knows wordings, not meaning, and hears eight acts: {', '.join(INTENTIONS)}. One of them a reply, about the things it told,\n"
+              f'each with "the" or "your" before it. For example: {example}')
+    print(f"\nemotion {user.emotion}\nuser  {opening}")
     reaction = None
     while not (reaction and reaction.end_reason):
         try:
@@ -1096,7 +1104,8 @@ def chat_in_terminal(user, scenario, title):
             print()
             break
         reaction = user.hear(reply)
-        print(f"      ({reaction.inner})\nemotion {reaction.emotion} ({reaction.change:+d})\nuser  {reaction.message}")
+        inner = "its answer could not be read, so its mood stays" if "unparsed" in reaction.flags else reaction.inner
+        print(f"      ({inner})\nemotion {reaction.emotion} ({reaction.change:+d})\nuser  {reaction.message}")
     ended = reaction.end_reason if reaction and reaction.end_reason else "you left"
     print(f"\n{ended}: {user.emotion} points. The hidden wish was {scenario.intention}: {INTENTIONS[scenario.intention][0]}")
 
@@ -1104,7 +1113,8 @@ def chat_in_terminal(user, scenario, title):
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Talk with a simulated user yourself, as the agent.")
     parser.error = lambda message: parser.exit(2, f"simulator.py: error: {message} (--help lists the flags)\n")
-    parser.add_argument("--scenario", default="", help="id of the scenario to play (default: a random one)")
+    parser.add_argument("--scenario", default="",
+                        help="id of the scenario to play; divorce: that story with a wish you have to find out (default: any)")
     parser.add_argument("--list", action="store_true", help="print the scenario ids and openings, then stop")
     parser.add_argument("--scenarios", default=str(PROMPTS / "en" / "train.jsonl"), help="JSONL file of scenarios (default: prompts/en/train.jsonl)")
     parser.add_argument("--difficulty", choices=("challenging", "vanilla"), default="challenging",
@@ -1117,9 +1127,10 @@ def main(argv=None):
         for name, scenario in scenarios.items():
             print(f"{name:24s} {scenario.first_message}")
         return
-    if args.scenario and args.scenario not in scenarios:
+    found = [scenario for scenario in scenarios.values() if args.scenario in ("", scenario.id, scenario.event)]
+    if not found:
         raise ValueError(f"no scenario {args.scenario!r} in {args.scenarios}; --list shows them")
-    scenario = scenarios[args.scenario] if args.scenario else random.choice([*scenarios.values()])
+    scenario = random.choice(found)
     make_user, _ = users_of(args)
     try:
         chat_in_terminal(make_user(scenario, 40, 9, args.seed), scenario, f"{args.simulator_model or 'scripted'} user, {args.difficulty}")

@@ -46,7 +46,7 @@ from rollout import (
 )
 from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_of, load_scenarios, users_of
 
-# The embedded preset: what differs from the paper, and only that. A model of 1M parameters learns at another scale.
+# The embedded preset: what differs from the paper, and only that. A model of 0.6M parameters learns at another scale.
 TINY = dict(steps=36, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
             critic_lr=1e-3, warmup_steps=4, lr_end=0.3, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, kl_coef=0.15,
             critic_values="turn", critic_warmup=1, tokens_per_batch=8192, save_every=12)
@@ -140,7 +140,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("GRPO")
     add(group, "--std", True, "divide by the group's standard deviation; off = Dr. GRPO", action=argparse.BooleanOptionalAction)
     parser.add_argument("--preset", choices=("auto", "paper", "tiny"), default="auto",
-                        help="paper: the defaults above, needs --model; tiny: the embedded world on a CPU; auto: tiny unless --model is given")
+                        help="paper: the first default of each flag, needs --model; tiny: the embedded world on a CPU; auto: tiny without --model")
     first, _ = parser.parse_known_args(argv)
     tiny = first.preset == "tiny" or first.preset == "auto" and not first.model
     parser.set_defaults(**(TINY | ({} if first.think else TINY_PLAIN)) if tiny else {})

@@ -694,6 +694,10 @@ def test_a_person_can_chat_with_the_llm_user_in_the_terminal(endpoint, monkeypat
     simulator.main(["--scenario", "divorce/praise", *llm_flags(endpoint)])
     printed = capsys.readouterr().out
     assert "m user, challenging" in printed and "(that is nice)" in printed and "emotion 45 (+5)" in printed and "And then it rained." in printed
+    replies = iter(["Well done."])
+    endpoint.plan = lambda prompt, request: "I like turtles." if is_appraisal(prompt) else REPLIED.format(message="And then it rained.")
+    simulator.main(["--scenario", "divorce/praise", *llm_flags(endpoint)])
+    assert "(its answer could not be read, so its mood stays)\nemotion 40 (+0)" in capsys.readouterr().out
 
 
 # ---- rollout, train.py, evaluate.py -----------------------------------------------------------------------------------

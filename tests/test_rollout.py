@@ -829,11 +829,17 @@ def test_the_learner_finds_the_log_probs_of_the_engine_in_packed_rows(model, cha
 # ---- loading, playing, showing -------------------------------------------------------------------------------------------
 
 def test_a_policy_that_cannot_be_loaded_or_has_no_chat_template_is_refused_in_one_line(tmp_path, model, tokenizer):
-    with pytest.raises(ValueError, match="no model could be loaded") as error:
-        load_policy(str(tmp_path / "nothing here"))
-    assert "\n" not in str(error.value)
     model.save_pretrained(tmp_path / "bare")
     tokenizer.save_pretrained(tmp_path / "bare")
+    for wrong in (tmp_path, tmp_path / "barre", tmp_path / "no" / "such"):                   # said at once: no hub is asked
+        with pytest.raises(ValueError, match="no model there; .* holds the folders bare$") as error:
+            load_policy(str(wrong))
+        assert "\n" not in str(error.value)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no model could be loaded") as error:
+        load_policy(str(tmp_path / "broken"))
+    assert "\n" not in str(error.value)
     assert load_policy(tmp_path / "bare")[0].dtype == torch.float32
     (tmp_path / "bare" / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template"):

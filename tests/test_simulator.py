@@ -1040,6 +1040,18 @@ def test_a_person_can_be_the_agent_in_the_terminal(monkeypatch, capsys):
     main(["--scenario", "divorce/praise"])                            # as the docstring of simulator.py says
     printed = capsys.readouterr().out
     assert "emotion 40" in printed and "emotion 45 (+5)" in printed and "The hidden wish was praise" in printed
+    example, = re.findall("For example: (.*)", printed)
+    assert len(acts_in(example)) == 1 and things_in(example, claimed=True) == ["divorce"]
+    for seed in range(12):                                            # a story without its wish: any of the eight
+        random.seed(seed)
+        main(["--scenario", "divorce"])
+    wishes = re.findall("The hidden wish was (\\w+)", capsys.readouterr().out)
+    assert len(wishes) == 12 and len(set(wishes)) > 2
+
+
+def test_a_model_is_not_named_for_a_user_that_has_none():
+    with pytest.raises(ValueError, match="--simulator-model m .*--simulator llm"):
+        main(["--scenario", "divorce/praise", "--simulator-model", "m"])
 
 
 def test_an_unknown_scenario_id_is_told_in_one_line():
