@@ -4,7 +4,7 @@ Source: SAGE (arXiv 2505.02847) and RLVER (2507.03112) sec. 3.1, Table 1. Score 
 success = share of dialogues that end at >= 100, failure = share that end below 10 (both in percent).
 On the published SAGE files this gives the leaderboard: GPT-4.1 68.2 / 35 / 13, rounded half up (68.15 -> 68.2).
 Differs from SAGE in:
-  1) every number has a 95 % interval. The repetitions of a scenario are alike, so they count as ONE cluster:
+  1) score, success, failure and collapse rate have a 95 % interval. The repetitions of a scenario are alike, so they count as ONE cluster:
      SE^2 = G/(G-1) * sum over the G scenarios of (sum of its deviations from the mean)^2 / n^2, which is sd^2/n without
      repetitions and the SE of the scenario means when all have equally many. Success and failure: Wilson's interval
      with the effective n = sd^2/SE^2. The 8 needs of one scripted event are taken as independent scenarios.
@@ -42,6 +42,10 @@ SIMULATOR_SIDE = ("simulator", "difficulty", "start_emotion", "clamp", "max_turn
                   "simulator_model", "simulator_format", "simulator_max_tokens", "end_rules")
 AGENT_SIDE = ("think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions", "seed", "seeds", "system_prompt_sha256", "code_version")
 JUDGE_SIDE = ("judge", "judge_prompts_sha256")
+# flags that do something beside an action; --model takes all but --out and --force, --rerun what is not PLAYED_WITH
+TAKES = {"compare": ("json", "force"), "report": ("out", "force"), "watch": ("out", "force"),
+         "transcripts": ("verify", "json", "save_transcripts", "scenarios", "train_scenarios", "seed", "judge", "judge_url", "judge_cache",
+                         "simulator_url", "simulator_concurrency", "simulator_timeout", "simulator_max_tokens")}
 # flags that a result stores and --rerun sets again; by name, because a key or token must never reach a file
 PLAYED_WITH = ("model", "simulator", "simulator_model", "simulator_url", "simulator_format", "simulator_max_tokens", "difficulty", "start_emotion",
                "max_turns", "scenarios", "train_scenarios", "limit", "think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions",
@@ -53,6 +57,10 @@ GROUPS = {"per_intention": "intention", "per_character": "character", "per_kind"
 # what scoring and verifying need of a transcript, and of its turns
 FIELDS = {"scenario": str, "intention": str, "start_emotion": int, "max_turns": int, "final_emotion": int, "turns": list}
 TURN_FIELDS = {"reply": str, "user": str, "change": int, "emotion": int, "raw": list, "flags": list}
+# what may be absent or null, and must be of its kind where it is not
+OPTIONAL = {"opening": str, "character": str, "kind": str, "event": str, "error": str, "judged_by": str, "played_with": str, "benchmark": str,
+            "repetition": int, "seed": int, "judge": dict}
+TURN_OPTIONAL = {"thought": str, "inner": str, "act": str, "format_ok": bool, "tokens": int, "thought_tokens": int}
 
 
 def main(argv=None):
@@ -82,7 +90,8 @@ def main(argv=None):
         print("evaluate.py:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("evaluate.py: stopped; with --save-transcripts the same command goes on from there", file=sys.stderr)
+        print("evaluate.py: stopped; the same command goes on from what --save-transcripts (dialogues), --simulator-cache and --judge-cache "
+              "(answers) have kept", file=sys.stderr)
         return 130
 
 
@@ -240,7 +249,7 @@ def check_unchanged(path, settings):
     old = json.loads(Path(path).read_bytes())["settings"]
     changed = [key for key, value in old.items() if key.endswith("_sha256") and settings.get(key) != value]
     if changed:
-        raise ValueError(f"--rerun {path}: {', '.join(key.removesuffix('_sha256') for key in changed)} changed since; "
+        raise ValueError(f"--rerun {path}: {', '.join(key.removesuffix('_sha256') for key in changed)} changed since, or not here; "
                          f"the result cannot be had again from what is here (it was made with code {old.get('code_version')})")
     for key in ("code_version", "threads"):
         if old.get(key) != settings.get(key):
@@ -279,7 +288,7 @@ def read_transcripts(path):
 def write_lines(path, rows):
     """A file appears whole or not at all."""
     partial = Path(f"{path}.partial")
-    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
 
@@ -324,6 +333,14 @@ def check_transcript(transcript):
         for field, kind in fields.items():
             if type(row[field]) is not kind and not (lost and row[field] is None and field in ("change", "emotion")):
                 raise ValueError(f"field {field!r} cannot be {row[field]!r}")
+    for row, fields in [(transcript, OPTIONAL), *((turn, TURN_OPTIONAL) for turn in transcript["turns"])]:
+        for field, kind in fields.items():
+            if row.get(field) is not None and type(row[field]) is not kind:
+                raise ValueError(f"field {field!r} cannot be {row[field]!r}")
+    lists = [(turn[field], str) for turn in transcript["turns"] for field in ("raw", "flags")] + [
+        (labels, str) for labels in (transcript.get("judge") or {}).get("strategies", ())]
+    if not all(isinstance(row, list) and all(type(item) is kind for item in row) for row, kind in lists):
+        raise ValueError("raw, flags and the judge's strategies must be lists of texts")
     simulator.intention_of(transcript["intention"])
     if not 0 <= transcript["final_emotion"] <= 100:
         raise ValueError(f"final_emotion {transcript['final_emotion']} is not in 0..100")
@@ -388,18 +405,20 @@ def summarize(transcripts, settings=None, references=None):
     lost = len(transcripts) - len(scored)
     turns = [turn for transcript in scored for turn in scored_turns(transcript)]
     replies = [[turn["reply"].strip() for turn in scored_turns(transcript)] for transcript in scored]
-    split = [turn for turn in turns if {"tokens", "thought_tokens"} <= turn.keys()]
+    split = [turn for turn in turns if None not in (turn.get("tokens"), turn.get("thought_tokens"))]
     thoughts = [hit for transcript in scored for hit in thought_hits(transcript)]
+    lost_hold = [100 * collapsed(transcript) for transcript in scored]
     return {
         **rates(scored), "failed": lost, "incomplete": lost > 0,
         **{key: grouped(scored, field) for key, field in GROUPS.items()},
         "mean_turns": mean([len(scored_turns(transcript)) for transcript in scored]),
         "reply_tokens": mean([turn["tokens"] - turn["thought_tokens"] for turn in split]),
         "thought_tokens": mean([turn["thought_tokens"] for turn in split]),
-        "format_rate": mean([turn["format_ok"] for turn in turns if "format_ok" in turn]),
-        "repeat_rate": mean([reply in said[:place] for said in replies for place, reply in enumerate(said)]),
-        "collapse_rate": mean([collapsed(transcript) for transcript in scored]), "strategies": strategy_table(scored),
-        "need_named": mean([need for need, _ in thoughts]), "hint_named": mean([hint for _, hint in thoughts]),
+        "format_rate": percent([turn["format_ok"] for turn in turns if turn.get("format_ok") is not None]),
+        "repeat_rate": percent([reply in said[:place] for said in replies for place, reply in enumerate(said)]),
+        "collapse_rate": mean(lost_hold), "collapse_rate_ci": share_ci(lost_hold, [transcript["scenario"] for transcript in scored]),
+        "need_named": percent([need for need, _ in thoughts]), "hint_named": percent([hint for _, hint in thoughts]),
+        "strategies": strategy_table(scored), "strategies_by": labelled_by(scored),
         "end_reasons": dict(Counter(t["end_reason"] for t in transcripts).most_common()),
         "flags": dict(Counter(flag for t in transcripts for turn in t["turns"] for flag in turn["flags"]).most_common()),
         "references": references or {}, "settings": settings or {},
@@ -441,6 +460,13 @@ def scripted_heard(turn):
     return bool(turn.get("act") or simulator.lines("user")["thoughts"].keys() & turn["flags"])
 
 
+def labelled_by(transcripts):
+    """Who named the strategies: the judges, or else the scripted user; None where nobody did."""
+    judges = sorted({t.get("judged_by") or "a judge unknown" for t in transcripts if (t.get("judge") or {}).get("strategies")})
+    heard = any(scripted_heard(turn) for t in transcripts for turn in scored_turns(t))
+    return " and ".join(judges) or ("the scripted user" if heard else None)
+
+
 def strategy_table(transcripts):
     """strategy -> turns that use it, uses a dialogue, and its contribution: the mean change of the user's emotion (points)
     over the turns that use it (RLVER sec. 4; facts 5.7). A turn that uses two counts for both.
@@ -468,18 +494,26 @@ def rates(transcripts):
     scenarios, result = [transcript["scenario"] for transcript in transcripts], {"n": len(transcripts)}
     for name, metric in METRICS.items():
         values = [metric(transcript["final_emotion"]) for transcript in transcripts]
-        centre, (se, effective_n) = mean(values), clustered_se(values, scenarios)
+        centre, ci = mean(values), share_ci(values, scenarios)
         if name == "score":
-            result["score_se"], ci = se, None if se is None else [max(0.0, centre - 1.96 * se), min(100.0, centre + 1.96 * se)]
-        else:
-            ci = wilson(centre, effective_n) if values else None
+            result["score_se"] = se = clustered_se(values, scenarios)[0]
+            ci = None if se is None else [max(0.0, centre - 1.96 * se), min(100.0, centre + 1.96 * se)]
         result |= {name: centre, f"{name}_ci": ci}
     return result
+
+
+def share_ci(values, scenarios):
+    """Wilson's interval of the mean of zeros and hundreds, with as many independent values as the clusters leave."""
+    return wilson(mean(values), clustered_se(values, scenarios)[1]) if values else None
 
 
 def mean(values):
     """Exact quotient of integers, as half_up() needs; None of nothing."""
     return sum(values) / len(values) if values else None
+
+
+def percent(hits):
+    return mean([100 * hit for hit in hits])
 
 
 def clustered_se(values, clusters):
@@ -580,7 +614,7 @@ def read_result(path):
 
 def half_up(value, digits=1):
     """61.25 -> 61.3 as on the leaderboard. repr of a quotient of integers shows a half as a half (28.95, not 28.9499...)."""
-    return "-" if value is None else str(Decimal(repr(float(value))).quantize(Decimal(10) ** -digits, ROUND_HALF_UP))
+    return "-" if value is None else str(Decimal(repr(float(value))).quantize(Decimal(10) ** -digits, ROUND_HALF_UP) + 0)      # + 0: no "-0.0"
 
 
 def with_interval(value, ci):
@@ -611,7 +645,7 @@ def summary_tables(summary):
         yield [("seed", "score"), *((seed, half_up(value)) for seed, value in summary["per_seed"].items()),
                ("spread: sd, lowest to highest", f"{half_up(float(np.std(seeds, ddof=1)) if len(seeds) > 1 else None, 2)}, {half_up(min(seeds))} to {half_up(max(seeds))}")]
     if summary["strategies"]:
-        yield [("strategy", "turns", "uses a dialogue", "contribution (mean change, points)")] + [
+        yield [(f"strategy, as {summary.get('strategies_by')} labels", "turns", "uses a dialogue", "contribution (mean change, points)")] + [
             (name, str(row["turns"]), half_up(row["per_dialogue"], 2), ("+" if row["contribution"] > 0 else "") + half_up(row["contribution"], 2))
             for name, row in summary["strategies"].items()]
     if judged := summary.get("judge"):
@@ -621,7 +655,7 @@ def summary_tables(summary):
         ] + [("answers that could not be used", f"{judged['failed']} of {judged['asked']}")]
     if summary["references"]:
         yield [("reference player", "score")] + [(name, half_up(value)) for name, value in summary["references"].items()]
-    yield ([("behaviour and counters", "")] + [(key, half_up(summary[key], 2)) for key in BEHAVIOUR]
+    yield ([("behaviour and counters", "")] + [(key, with_interval(summary[key], summary.get(f"{key}_ci"))) for key in BEHAVIOUR]
            + [(f"{kind}: {name}", str(count)) for kind in ("end_reasons", "flags") for name, count in summary[kind].items()]
            + [(name, str(count)) for name, count in summary.get("simulator", {}).items()])
 
@@ -670,7 +704,6 @@ def parse_args(argv=None):
     user = parser.add_argument_group("the simulated user (SAGE's setting is the default)")
     user.add_argument("--scenarios", default=str(ROOT / "prompts/en/test.jsonl"), metavar="FILE", help="scenario file (default: the held-out events of prompts/en/test.jsonl)")
     simulator.add_simulator_flags(user)
-    user.add_argument("--difficulty", choices=("vanilla", "challenging"), default="challenging", help="how much the user hints at its need (default: challenging; RLVER 3.4)")
     user.add_argument("--start-emotion", type=int, choices=range(10, 100), default=40, metavar="POINTS", help="emotion at the start (default: 40, SAGE; RLVER trains from 30)")
     user.add_argument("--max-turns", type=positive, default=9, metavar="N", help="scored replies at most (default: 9, SAGE; RLVER trains with 8)")
     agent = parser.add_argument_group("the policy")
@@ -692,8 +725,13 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if len(args.report or ()) > 2:
         parser.error("--report compares at most two files")
+    given = {name: value for name, value in vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args))))).items() if value is not None}
+    action = next(name for name in ("model", "rerun", *TAKES) if name in given)
+    for name in given.keys() - {action}:
+        if name not in TAKES[action] if action in TAKES else name in ("out", "force"):
+            parser.error(f"--{name.replace('_', '-')} does nothing beside --{action}")
     if args.rerun:
-        return rerun_args(args, parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args)))))
+        return rerun_args(args, given)
     how = {"think": False, "temperature": 1.0, "max_new_tokens": 1024}
     if args.model and (checkpoints := sorted(Path(args.model).glob("checkpoints/step-*[0-9]"))):  # a run folder
         args.model = str(checkpoints[-1])
@@ -711,13 +749,13 @@ def rerun_args(args, given):
     settings = read_result(args.rerun)["settings"]
     if not isinstance(settings.get("model"), str):
         raise ValueError(f"--rerun {args.rerun}: it was not played by a model, so there is nothing to play again")
-    if given_too := [name for name in PLAYED_WITH if getattr(given, name) is not None]:
+    if given_too := [name for name in PLAYED_WITH if name in given]:
         raise ValueError(f"--rerun plays with the stored settings; leave out --{given_too[0].replace('_', '-')}")
     for name in PLAYED_WITH:
         if name in settings:
             setattr(args, name, settings[name])
-    for name in ("scenarios", "train_scenarios"):
-        if getattr(args, name) and not Path(getattr(args, name)).exists():
+    for name in ("scenarios", "train_scenarios", "model"):
+        if getattr(args, name) and not Path(getattr(args, name)).exists() and (ROOT / getattr(args, name)).exists():
             setattr(args, name, str(ROOT / getattr(args, name)))
     return args
 
@@ -729,4 +767,7 @@ def positive(text):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == 130:
+        os._exit(code)                       # threads still wait for an endpoint, and would go on asking it
+    sys.exit(code)

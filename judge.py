@@ -27,7 +27,9 @@ ABILITIES = ("Empathic Depth", "Core Insight", "Solution Crafting", "Dialogue Gu
 STRATEGIES = ("praise", "empathy", "listening", "advice", "analysis", "other")
 AXES = ("Focus", "Manner")      # -> "empathy", "creative"
 TRIES = 3
-NUMBER = re.compile(r"[\[(*\"“ ]{0,4}([+-]?\d{1,3}(?:\.\d{1,3})?)(?![\d.]*\d)(?!\s{0,3}(?:[-–~]|to\b|or\b)\s{0,3}\d)")
+# the number, "/5" or "of 5" or "out of 5" after it, and then neither a letter nor another number
+NUMBER = re.compile(r"[\[(*\"“ ]{0,4}([+-]?\d{1,3}(?:\.\d{1,3})?)(?:\s{0,3}(?:/|(?:out )?of)\s{0,3}(\d{1,4}))?"
+                    r"(?!\w|%|\.\d|\s{0,3}(?:[-–~,/]|to\b|or\b|of\b|out\b)?\s{0,3}\d)")
 
 
 class Unusable(ValueError):
@@ -56,7 +58,7 @@ def judge_dialogues(client, transcripts, seed=0):
     counts = {"asked": 0, "failed": 0}
     for transcript, (found, asked) in zip(wanted, tqdm(client.pool.map(lambda t: judge_one(client, t, seed), wanted), total=len(wanted),
                                                        desc="judge", unit="dialogue", disable=None)):
-        transcript["judge"] = found
+        transcript |= {"judge": found, "judged_by": f"{client.model} ({evaluate.judge_prompts()[:8]})"}
         counts["asked"] += asked
         counts["failed"] += asked - len(found)
     return {"model": client.model, **counts, **summary_of(wanted)}
@@ -113,9 +115,9 @@ def fields(text, names, key):
 
 
 def number(text, low, high):
-    """The number that opens a line, with "/5" or "of 5" after it at most; 45, 4-5 and "4 or 5" are none."""
+    """The number that opens a line, with "/HIGH" or "of HIGH" after it at most; 45, 4-5, "4 or 5" and 7/10 are none."""
     match = NUMBER.match(text.translate(simulator.FORMS))
-    if not match or not low <= float(match[1]) <= high:
+    if not match or not low <= float(match[1]) <= high or match[2] and int(match[2]) != high:
         raise Unusable(f"no number from {low} to {high}: {text[:60]!r}")
     return float(match[1])
 
@@ -157,11 +159,14 @@ def parse_plane(text):
 
 
 def parse_tracking(text, turns):
-    """[mood from 0 to 100, or None where the thought says none, for every turn]."""
+    """[mood from 0 to 100, a whole number, or None where the thought says none, for every turn]."""
     lines = fields(text, r"thought\s{0,3}\d{1,3}", lambda name: int(re.sub(r"\D", "", name)))
     if sorted(lines) != list(range(1, turns + 1)):
         raise Unusable(f"expected thoughts 1 to {turns}, found {sorted(lines)}")
-    return [None if re.match(r"\W{0,3}none\b", lines[turn], re.I) else number(lines[turn], 0, 100) for turn in range(1, turns + 1)]
+    moods = [None if re.match(r"\W{0,3}none\b", lines[turn], re.I) else number(lines[turn], 0, 100) for turn in range(1, turns + 1)]
+    if any(mood is not None and mood != int(mood) for mood in moods):
+        raise Unusable(f"a mood on another scale than 0 to 100: {moods}")
+    return moods
 
 
 # ---- the numbers -------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import os
 import string
 import time
 from collections import defaultdict
+from decimal import Decimal
 from html import escape
 from pathlib import Path
 
@@ -135,7 +136,8 @@ def page(title, kicker, metrics, results, sources, settings, note, refresh=0):
     script = template.partition("<script>")[2].partition("</script>")[0]        # the hash of exactly these bytes may run
     data = [{"source": name, "dialogues": [short(transcript) for transcript in transcripts]} for name, transcripts in sources.items()]
     parts = [(title_, body) for title_, body in (
-        ("Results", warning(results) + tiles(results, metrics) + html_comparison(results)), ("Learning curves", html_curves(metrics)),
+        ("Results", warning(results) + tiles(results, metrics, settings.get("steps")) + html_comparison(results)),
+        ("Learning curves", html_curves(metrics)),
         ("By hidden intention", html_groups(results, "per_intention")), ("By character", html_groups(results, "per_character")),
         ("Kinds of pressure", html_groups(results, "per_kind")), ("Final emotions", html_histogram(results)),
         ("Strategies", html_strategies(results)), ("Abilities, as judged", html_judged(results)),
@@ -200,7 +202,7 @@ def is_number(value):
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e99
 
 
-def tiles(results, metrics):
+def tiles(results, metrics, steps=None):
     """The few numbers that one looks for first."""
     def tile(label, value, under=""):
         made.append(el("div", text("b", value), text("span", label), text("small", under), class_="tile"))
@@ -218,7 +220,7 @@ def tiles(results, metrics):
     elif emotions:
         tile("mean final emotion, training", f"{emotions[0]:.1f} → {emotions[-1]:.1f}", f"best {max(emotions):.1f}")
         seconds = sum(row["seconds"] for row in metrics if is_number(row.get("seconds")))
-        tile("steps", str(metrics[-1].get("step", len(metrics))), f"{seconds / 60:.1f} minutes")
+        tile("steps", f"{metrics[-1].get('step', len(metrics))}{f' of {steps}' if steps else ''}", f"{seconds / 60:.1f} minutes")
     return el("div", *made, class_="tiles") if made else ""
 
 
@@ -262,6 +264,12 @@ def round_scale(low, high):
     return [place * unit for place in range(math.floor(low / unit + 0.001), math.ceil(high / unit - 0.001) + 1)]
 
 
+def short_number(value, step):
+    """As many digits as tell numbers one step apart."""
+    digits = max(0, -Decimal(f"{step:.2g}").normalize().as_tuple().exponent)
+    return f"{value:.{digits}f}" if abs(value) < 1e6 and digits < 5 else f"{value:.3g}".replace("e-0", "e-")
+
+
 def svg_curve(name, points, title="", *ends, width=320):
     """A line over steps, filled down to 0 where its scale has one. Every point tells its step and value."""
     steps, values = zip(*points)
@@ -271,11 +279,12 @@ def svg_curve(name, points, title="", *ends, width=320):
     line, grid = " ".join(f"{x_of(step)},{y_of(value)}" for step, value in points), []
     for value in ticks:
         grid += [el("line", class_="grid", x1=44, x2=width - 12, y1=y_of(value), y2=y_of(value)),
-                 text("text", f"{value:.3g}".replace("e-0", "e-"), x=38, y=y_of(value) + 4, text_anchor="end")]
+                 text("text", short_number(value, ticks[1] - ticks[0]), x=38, y=y_of(value) + 4, text_anchor="end")]
     fill = el("polygon", points=f"44,{y_of(0)} {line} {x_of(steps[-1])},{y_of(0)}") if ticks[0] <= 0 <= ticks[-1] else ""
-    dots = (el("circle", text("title", f"step {step}: {value:.4g}"), cx=x_of(step), cy=y_of(value), r=3.5) for step, value in points)
+    dots = (el("circle", text("title", f"step {step}: {value:.7g}"), cx=x_of(step), cy=y_of(value), r=3.5) for step, value in points)
     said = f"{title or name}: {values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}"
-    return el("figure", el("figcaption", text("b", title or name), text("b", f"{values[-1]:.3g}", class_="num"), text("span", title and name)), el(
+    last = short_number(values[-1], abs(values[-1]) / 10)
+    return el("figure", el("figcaption", text("b", title or name), text("b", last, class_="num"), text("span", title and name)), el(
         "svg", *grid, fill, el("polyline", points=line), *dots, text("text", steps[0], x=44, y=145),
         text("text", f"step {steps[-1]}", x=width - 12, y=145, text_anchor="end"),
         viewBox=f"0 0 {width} 150", class_="few" if len(points) <= 12 else "", role="img", aria_label=said))
@@ -344,7 +353,10 @@ def html_strategies(results):
                            class_="first" if source == first else ""))
     head = el("tr", text("th", "strategy"), el("th"), text("th", "uses in a dialogue", colspan=2),
               text("th", "contribution: mean change, points", colspan=2))
-    return legend(results) + el("div", el("table", el("thead", head), el("tbody", *rows), class_="strategies"), class_="wide")
+    labellers = list(dict.fromkeys(str(results[name].get("strategies_by")) for name in tables))
+    said = (text("p", f"Not comparable: labelled by different readers ({' / '.join(labellers)}).", class_="warn") if len(labellers) > 1 else
+            text("p", f"As {labellers[0]} labels the replies.", class_="fine"))
+    return legend(results) + said + el("div", el("table", el("thead", head), el("tbody", *rows), class_="strategies"), class_="wide")
 
 
 def html_judged(results):

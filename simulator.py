@@ -84,6 +84,8 @@ def load_scenarios(path):
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not valid JSON ({error})") from None
+        if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+            raise ValueError(f"{where}: holds half a character (a lone surrogate, \\ud800 to \\udfff)")
         if not isinstance(row, dict):
             raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
         for scenario in _scenarios_of_row(row, where):
@@ -538,7 +540,7 @@ class LLMClient:
     format: "sections" or "json"; becomes "sections" for good once the endpoint refuses structured output.
     cache: a JSONL file; each request that stands there (by the hash of all that is sent but the key) is answered from it.
     role: "simulator" or "judge", whose flags messages name and whose key is sent (SIMULATOR_API_KEY; JUDGE_API_KEY).
-    ValueError: an address that is none, or that holds a secret.
+    ValueError: an address that is none, or that holds a secret; a limit that lets nothing through.
     """
 
     def __init__(self, model, url="", format="sections", cache="", concurrency=64, timeout=60.0, max_tokens=2048, prices=(0.0, 0.0),
@@ -548,6 +550,9 @@ class LLMClient:
             raise ValueError(f"--{role}-url must be an address like http://localhost:8000/v1")
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError(f"--{role}-url must hold no user, password or query: files keep it; the key belongs in {role.upper()}_API_KEY")
+        for name, value in (("concurrency", concurrency), ("timeout", timeout), ("max-tokens", max_tokens)):
+            if not value > 0:
+                raise ValueError(f"--simulator-{name} must be above 0, not {value}")
         try:
             import openai  # here: the scripted user needs no client
         except ImportError:
@@ -607,14 +612,15 @@ class LLMClient:
             self.count("cache_hits")
         if "refused" in entry:
             raise SimulatorFailed(entry["refused"], status=entry["status"])
-        return entry["text"]
+        return entry["text"].encode("utf-8", "replace").decode()        # half an emoji would break tokenizer and file
 
     def _answer(self, body, retries):
         answer = self._send(body, retries)
         choice, usage = message_of(answer), answer.get("usage")
         content, cut = choice["message"].get("content"), choice.get("finish_reason") == "length"
         for name, key in (("tokens_in", "prompt_tokens"), ("tokens_out", "completion_tokens")):
-            self.count(name, usage.get(key) or 0 if isinstance(usage, dict) else 0)
+            value = usage.get(key) if isinstance(usage, dict) else None
+            self.count(name, value if type(value) is int else 0)
         # null content, or text in a reasoning field alone, is no answer
         content = content if isinstance(content, str) and content.strip() else ""
         return {"text": content + CUT if content and cut else content}
@@ -746,7 +752,8 @@ def read_cache(path, role):
         try:
             row = json.loads(line)
             cache[row["request"]] = row
-            row["text"] if "text" in row else (row["refused"], row["status"])
+            if not (isinstance(row["text"], str) if "text" in row else isinstance(row["refused"], str) and isinstance(row["status"], int)):
+                raise ValueError
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path}:{number}: no line of a cache of answers; name another --{role}-cache") from None
     if whole < len(content):
@@ -762,6 +769,8 @@ def add_simulator_flags(group):
         group.add_argument(flag, default=default, type=type(default), help=f"{text} (default: {'empty' if default == '' else default})", **kw)
     add("--simulator", "scripted", "scripted: the embedded user; llm: the paper's, a model behind an OpenAI-compatible endpoint",
         choices=("scripted", "llm"))
+    add("--difficulty", "", "vanilla: the user may name its need (SAGE, the paper's Table 1); challenging: it hides it in hints (RLVER 3.4, Table 3);"
+        " empty = vanilla for an LLM, challenging for the scripted user", choices=("vanilla", "challenging"))
     add("--simulator-model", "", "name of the model that plays the user (paper: DeepSeek-V3)")
     add("--simulator-url", "", "address of the endpoint, with its /v1; empty = OPENAI_BASE_URL, else OpenAI's")
     add("--simulator-format", "sections", "sections: free text under headings (paper); json: the endpoint enforces a JSON schema",
@@ -779,8 +788,9 @@ def add_simulator_flags(group):
 def users_of(args):
     """-> (make_user(scenario, start_emotion, max_turns, seed), client): what the flags ask for; client is None for the scripted user.
 
-    Asks the endpoint once. Completes args: the address and the format that are really used. ValueError for what cannot work.
+    Asks the endpoint once. Completes args: difficulty, address and format that are really used. ValueError for what cannot work.
     """
+    args.difficulty = args.difficulty or ("challenging" if args.simulator == "scripted" else "vanilla")
     if not 0 <= args.max_simulator_failures <= 1:
         raise ValueError(f"--max-simulator-failures is a share from 0 to 1, not {args.max_simulator_failures}")
     if args.simulator == "scripted":
@@ -790,10 +800,7 @@ def users_of(args):
     args.simulator_url = args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
     if not args.simulator_model:
         raise ValueError("--simulator llm needs --simulator-model, the name of the model that plays the user")
-    for name in ("concurrency", "timeout", "max_tokens"):
-        if not getattr(args, f"simulator_{name}") > 0:
-            raise ValueError(f"--simulator-{name.replace('_', '-')} must be above 0, not {getattr(args, f'simulator_{name}')}")
-    share = max(1, args.simulator_concurrency // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    share = args.simulator_concurrency and max(1, args.simulator_concurrency // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     client = LLMClient(args.simulator_model, args.simulator_url, args.simulator_format, args.simulator_cache, share, args.simulator_timeout,
                        args.simulator_max_tokens, (args.simulator_price_in, args.simulator_price_out))
     client.probe()
@@ -1117,8 +1124,6 @@ def main(argv=None):
                         help="id of the scenario to play; divorce: that story with a wish you have to find out (default: any)")
     parser.add_argument("--list", action="store_true", help="print the scenario ids and openings, then stop")
     parser.add_argument("--scenarios", default=str(PROMPTS / "en" / "train.jsonl"), help="JSONL file of scenarios (default: prompts/en/train.jsonl)")
-    parser.add_argument("--difficulty", choices=("challenging", "vanilla"), default="challenging",
-                        help="challenging hides its need in hints, vanilla names it (default: challenging; RLVER 3.4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the user's choices (default: 0)")
     add_simulator_flags(parser.add_argument_group("the simulated user"))
     args = parser.parse_args(argv)

@@ -82,8 +82,6 @@ def parse_args(argv=None):
         action="store_true")
     world = parser.add_argument_group("the user")
     add(world, "--scenarios", str(PROMPTS / "en" / "train.jsonl"), "JSONL file of scenarios")
-    add(world, "--difficulty", "challenging", "the scripted user: challenging hides its need in hints, vanilla names it, paper 3.4",
-        choices=("challenging", "vanilla"))
     add(world, "--start-emotion", 30, "points 0-100 at the start of a training dialogue, released code")
     add(world, "--max-turns", 8, "agent replies that are scored, paper B.3")
     add_simulator_flags(world)

@@ -140,7 +140,7 @@ def test_flags_repeats_lengths_and_ends_are_counted():
     talk = dialogue([45, 50, 55])
     talk["turns"][2] |= {"reply": " reply 0", "flags": ["repeat", "garbled"], "format_ok": False}
     result = evaluate.summarize([talk, dialogue([35])])
-    assert result["flags"] == {"repeat": 1, "garbled": 1} and result["repeat_rate"] == 1 / 4 and result["format_rate"] == 3 / 4
+    assert result["flags"] == {"repeat": 1, "garbled": 1} and result["repeat_rate"] == 25 and result["format_rate"] == 75      # percent
     assert (result["mean_turns"], result["reply_tokens"], result["thought_tokens"]) == (2, 5, 2)
     assert result["end_reasons"] == {"max_turns": 2}
 
@@ -247,6 +247,12 @@ def test_other_sampling_is_said_and_nothing_shared_is_an_error(capsys, tmp_path)
     (json.dumps(dialogue([45], intention="money")), "unknown intention 'money'"),
     (json.dumps(dialogue([45], end_reason=["bored"])), "unknown end_reason ['bored']"),
     (json.dumps(changed(dialogue([45]), 0, emotion=None)), "field 'emotion' cannot be None"),
+    *((json.dumps(dialogue([45], **{field: value})), f"field {field!r} cannot be {value!r}") for field, value in (
+        ("opening", 5), ("character", ["a"]), ("kind", 7), ("benchmark", 1), ("repetition", "0"), ("judge", "x"))),
+    *((json.dumps(changed(dialogue([45]), 0, **{field: value})), f"field {field!r} cannot be {value!r}") for field, value in (
+        ("thought", 5), ("act", ["praise"]), ("tokens", "7"), ("thought_tokens", 2.5), ("format_ok", "yes"))),
+    (json.dumps(changed(dialogue([45]), 0, flags=[["x"]])), "lists of texts"), (json.dumps(changed(dialogue([45]), 0, raw=[5])), "lists of texts"),
+    (json.dumps(dialogue([45], judge={"strategies": [5]})), "lists of texts"),
     (json.dumps(dialogue([45]) | {"turns": ["hello"]}), "t.jsonl:2: "),
     ('{"id": "x", "emo_point": 45}', "t.jsonl:2: field 'history' is missing"),
     ('{"id": "x", "emo_point": 45, "history": []}', "t.jsonl:2: "),
@@ -259,10 +265,16 @@ def test_a_bad_line_is_named_in_one_line(line, what, capsys, tmp_path):
 
 @pytest.mark.parametrize("argv", [[], ["--nonsense"], ["--model", "x", "--transcripts", "y"], ["--transcripts", "no/such/file"],
                                   ["--model", "x", "--max-turns", "0"], ["--model", "x", "--scenarios", "no/such/file"],
+                                  ["--compare", "a", "b", "--judge", "m"], ["--report", "a", "--json", "r.json"], ["--watch", "a", "--limit", "3"],
+                                  ["--transcripts", "a", "--repetitions", "2"], ["--model", "a", "--force"], ["--rerun", "a", "--out", "b"],
                                   ["--report", "no/such/folder"], ["--compare", "no", "no"], ["--transcripts", "/dev/null"]])
 def test_a_users_mistake_is_one_line_and_exit_code_2(argv, capsys):
     code, out, err = run(capsys, *argv)
     assert code == 2 and not out and err.startswith("evaluate.py: ") and err.count("\n") == 1
+
+
+def test_a_number_that_rounds_to_nothing_has_no_sign():
+    assert [evaluate.half_up(value) for value in (-0.04, 0.04, -0.05, 28.95, -5)] == ["0.0", "0.0", "-0.1", "29.0", "-5.0"]
 
 
 # ---- playing ----
@@ -359,10 +371,11 @@ def test_a_rerun_refuses_other_flags_other_files_and_what_no_model_played(tiny, 
     run(capsys, *tiny, "--json", tmp_path / "a.json")
     code, _, err = run(capsys, "--rerun", tmp_path / "a.json", "--temperature", 1)
     assert code == 2 and "leave out --temperature" in err and err.count("\n") == 1
+    assert run(capsys, "--rerun", tmp_path / "a.json")[0] == 0
     with open(tiny[1] / "tokenizer.json", "a") as file:
         file.write("\n")
     code, _, err = run(capsys, "--rerun", tmp_path / "a.json")
-    assert code == 2 and "model changed since" in err and err.count("\n") == 1
+    assert code == 2 and "model changed since, or not here" in err and err.count("\n") == 1
     (tmp_path / "s.json").write_text(json.dumps(evaluate.summarize(finals([40, 60]))))
     code, _, err = run(capsys, "--rerun", tmp_path / "s.json")
     assert code == 2 and "not played by a model" in err
@@ -474,7 +487,9 @@ def test_a_strategys_contribution_is_the_mean_change_of_the_turns_that_use_it():
     assert evaluate.summarize([first, silent])["strategies"] == {
         "praise": {"turns": 2, "per_dialogue": 1, "contribution": 10}, "advice": {"turns": 1, "per_dialogue": 0.5, "contribution": -5},
         "empathy": {"turns": 1, "per_dialogue": 0.5, "contribution": 10}, "(none)": {"turns": 2, "per_dialogue": 1, "contribution": -10}}
-    judged = dialogue([45], "e") | {"judge": {"strategies": [["analysis"]]}}   # other words: never in one table with the acts
+    assert evaluate.summarize([first])["strategies_by"] == "the scripted user" and evaluate.summarize([unlabelled])["strategies_by"] is None
+    judged = dialogue([45], "e", judged_by="m (0)") | {"judge": {"strategies": [["analysis"]]}}
+    assert evaluate.summarize([first, judged])["strategies_by"] == "m (0)"    # other words: never in one table with the acts
     assert evaluate.summarize([first, judged])["strategies"] == {"analysis": {"turns": 1, "per_dialogue": 1, "contribution": 5}}
     assert evaluate.summarize([first, second, unlabelled])["strategies"] == {
         "praise": {"turns": 2, "per_dialogue": 1, "contribution": 10}, "advice": {"turns": 2, "per_dialogue": 1, "contribution": -7.5},
@@ -488,7 +503,16 @@ def test_a_dialogue_collapses_by_its_end_or_by_empty_and_repeated_replies(emotio
     talk = dialogue(emotions)
     for turn, reply in zip(talk["turns"], replies or ()):
         turn["reply"] = reply
-    assert evaluate.collapsed(talk) is collapsed and evaluate.summarize([talk])["collapse_rate"] == collapsed
+    assert evaluate.collapsed(talk) is collapsed and evaluate.summarize([talk])["collapse_rate"] == 100 * collapsed
+
+
+def test_a_collapse_rate_has_the_interval_of_its_clusters():
+    talks = [dialogue([30, 20] if place < 3 else [45, 50], f"s{place // 2}") for place in range(20)]       # 3 of 20, in 10 scenarios of two
+    result = evaluate.summarize(talks)
+    se = (10 / 9 * (1.7 ** 2 + 0.7 ** 2 + 8 * 0.3 ** 2)) ** 0.5 / 20                 # from the sums of deviations of each scenario
+    n = (3 * 0.85 ** 2 + 17 * 0.15 ** 2) / 19 / se ** 2
+    assert result["collapse_rate"] == 15 and result["collapse_rate_ci"] == pytest.approx(evaluate.wilson(15, n))
+    assert f"15.0 ({result['collapse_rate_ci'][0]:.1f} to" in str([*evaluate.summary_tables(result)])
 
 
 def test_thoughts_are_held_against_the_true_need_and_the_hints_given_so_far():
@@ -497,5 +521,5 @@ def test_thoughts_are_held_against_the_true_need_and_the_hints_given_so_far():
                                                   "I hear cry. They need empathy. I will advise.", None), ("praise", "advice", "advice")):
         turn |= {"thought": thought, "act": act}
     result = evaluate.summarize([talk])
-    assert result["need_named"] == 1 / 2 and result["hint_named"] == 1 / 2                          # nobody said "I could cry."
+    assert result["need_named"] == 50 and result["hint_named"] == 50                          # nobody said "I could cry."
     assert evaluate.summarize([dialogue([45])])["need_named"] is None

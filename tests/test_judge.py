@@ -49,6 +49,7 @@ def test_five_grades_with_true_evidence_are_read_whatever_their_dress(text):
 
 @pytest.mark.parametrize("bad", [
     GRADED.replace(": 5", ": 6"), GRADED.replace(": 5", ": 0"), GRADED.replace(": 5", ": 45"), GRADED.replace(": 5", ": 4-5"), GRADED.replace(": 5", ": 4 or 5"),
+    GRADED.replace(": 5", ": 3/10"), GRADED.replace(": 5", ": 3 out of 10"), GRADED.replace(": 5", ": 4, 5"), GRADED.replace(": 5", ": 2e1"),
     GRADED.replace(": 5", ": 4.5"), GRADED.replace(": 5", ": five"), GRADED.replace("I hear you", "I love you", 1), GRADED.replace('"I hear you"', "", 1),
     GRADED.replace('"I hear you"', '"..."', 1), GRADED.partition("\n")[2], GRADED + '\nEmpathic Depth: 1 "I hear you"', GRADED + simulator.CUT, "",
     "[ERROR] HTTP 429 after 5 tries", "I would say 4 for all five abilities."])
@@ -77,7 +78,8 @@ def test_the_plane_and_the_moods_stay_on_their_scales():
     assert judge.parse_plane("Focus: +3\nManner: −1.5") == [3, -1.5]
     assert judge.parse_tracking("Thought 1: 30\nThought 2: none\nThought 3: 70/100", 3) == [30, None, 70]
     for read, bad in ((judge.parse_plane, "Focus: 6\nManner: 0"), (judge.parse_plane, "Focus: 3"), (judge.parse_plane, "Focus: 1 to 3\nManner: 0"),
-                      (lambda text: judge.parse_tracking(text, 1), "Thought 1: 130"), (lambda text: judge.parse_tracking(text, 2), "Thought 1: 30")):
+                      (lambda text: judge.parse_tracking(text, 1), "Thought 1: 130"),
+                      *((lambda text: judge.parse_tracking(text, 1), f"Thought 1: {other}") for other in ("7/10", "0.4", "1 000", "40 or 50", "40%")), (lambda text: judge.parse_tracking(text, 2), "Thought 1: 30")):
         with pytest.raises(judge.Unusable):
             read(bad)
 

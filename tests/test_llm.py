@@ -693,11 +693,44 @@ def test_a_person_can_chat_with_the_llm_user_in_the_terminal(endpoint, monkeypat
     monkeypatch.setattr("builtins.input", lambda prompt="": next(replies, None) or (_ for _ in ()).throw(EOFError))
     simulator.main(["--scenario", "divorce/praise", *llm_flags(endpoint)])
     printed = capsys.readouterr().out
-    assert "m user, challenging" in printed and "(that is nice)" in printed and "emotion 45 (+5)" in printed and "And then it rained." in printed
+    assert "m user, vanilla" in printed and "(that is nice)" in printed and "emotion 45 (+5)" in printed and "And then it rained." in printed
     replies = iter(["Well done."])
     endpoint.plan = lambda prompt, request: "I like turtles." if is_appraisal(prompt) else REPLIED.format(message="And then it rained.")
     simulator.main(["--scenario", "divorce/praise", *llm_flags(endpoint)])
     assert "(its answer could not be read, so its mood stays)\nemotion 40 (+0)" in capsys.readouterr().out
+
+
+def test_an_llm_user_is_the_papers_vanilla_one_unless_asked_otherwise(endpoint):
+    def difficulty(*flags):
+        args = evaluate.parse_args(["--model", "m", *flags])
+        simulator.users_of(args)
+        return args.difficulty
+    assert difficulty() == "challenging" and difficulty("--difficulty", "vanilla") == "vanilla"
+    assert difficulty(*llm_flags(endpoint)) == "vanilla" and difficulty(*llm_flags(endpoint, "--difficulty", "challenging")) == "challenging"
+    assert train.parse_args([]).difficulty == ""                             # train.py lets users_of() choose too
+
+
+@pytest.mark.parametrize("role", ["simulator", "judge"])
+@pytest.mark.parametrize("limit", ["concurrency", "timeout", "max_tokens"])
+def test_a_limit_that_lets_nothing_through_is_refused_and_never_waits_for_ever(endpoint, role, limit):
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=f"--simulator-{limit.replace('_', '-')} must be above 0"):
+            client_of(endpoint, role=role, **{limit: value})
+
+
+@pytest.mark.parametrize("usage", [{"prompt_tokens": "10"}, {"prompt_tokens": 1.5, "completion_tokens": None}, ["x"], None, {"prompt_tokens": True}])
+def test_odd_token_counts_are_no_tokens_and_no_error(endpoint, usage):
+    endpoint.plan = always(Fault(body={**completion(APPRAISED.format(change=5)), "usage": usage}))
+    client = client_of(endpoint)
+    assert client.ask("x", ["Content"], 0, "sections") and client.take_counts()["simulator_tokens_in"] == 0
+
+
+def test_half_a_character_of_an_endpoint_reaches_neither_tokenizer_nor_file(endpoint, tmp_path):
+    endpoint.plan = always(Fault(body=json.dumps(completion("Fine \ud83d day.")).encode()))
+    for _ in range(2):                                                       # from the endpoint, then from the cache
+        client = client_of(endpoint, cache=str(tmp_path / "cache.jsonl"))
+        assert client.ask("x", ["Content"], 0, "sections") == "Fine ? day."
+    assert len(endpoint.requests) == 1
 
 
 # ---- rollout, train.py, evaluate.py -----------------------------------------------------------------------------------

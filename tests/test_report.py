@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from test_evaluate import SAGE, dialogue, run, save
+from test_evaluate import SAGE, changed, dialogue, run, save
 
 import evaluate
 import report
@@ -158,6 +158,32 @@ def test_half_a_character_does_not_cost_the_report(tmp_path):
     page = report.write_report(save(tmp_path / "t.jsonl", [talk])).read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
     assert data[0]["dialogues"][0]["opening"] == "lone \ud800" and "\\udfff" in page.partition('id="data"')[0]
+
+
+def test_strategies_by_different_readers_are_not_shown_side_by_side_without_a_word(tmp_path):
+    table = lambda *names: report.write_report([tmp_path / f"{name}.jsonl" for name in names]).read_text().partition("<h2>Strategies</h2>")[2]
+    for name, label in (("one", "praise"), ("two", "advice")):
+        save(tmp_path / f"{name}.jsonl", [dialogue([45], judged_by=f"{name} (0)") | {"judge": {"strategies": [[label]]}}])
+    save(tmp_path / "acts.jsonl", [changed(dialogue([45]), 0, act="praise")])
+    assert "Not comparable: labelled by different readers (one (0) / two (0))" in table("one", "two")
+    assert "labelled by different readers (one (0) / the scripted user)" in table("one", "acts")
+    assert "As one (0) labels" in table("one") and "Not comparable" not in table("one")
+
+
+@pytest.mark.parametrize("value, step, text", [
+    (99.5, 0.5, "99.5"), (100.5, 0.5, "100.5"), (12346, 1, "12346"), (2500, 250, "2500"), (0.25, 0.25, "0.25"), (0, 0.05, "0.00"), (93.9, 9.39, "93.9"),
+    (2e6, 1e6, "2e+06"), (5e-5, 2.5e-5, "5e-5"), (0, 0, "0"), (0.3, 0.1 + 0.2, "0.3")])
+def test_numbers_one_step_apart_look_different(value, step, text):
+    assert report.short_number(value, step) == text
+
+
+def test_a_page_of_a_run_says_how_many_steps_are_planned(tmp_path):
+    folder = a_run(tmp_path / "r", talks())
+    for name in ("before", "after"):
+        (folder / f"{name}.json").unlink(), (folder / f"{name}.jsonl").unlink()
+    assert ">2<" in report.write_report(folder).read_text()
+    (folder / "config.json").write_text('{"steps": 36}')
+    assert "2 of 36" in report.write_report(folder).read_text()
 
 
 def test_a_result_without_strategies_is_not_shown_as_one_that_used_none(tmp_path):

@@ -1054,6 +1054,15 @@ def test_a_model_is_not_named_for_a_user_that_has_none():
         main(["--scenario", "divorce/praise", "--simulator-model", "m"])
 
 
+def test_half_a_character_in_a_scenario_is_named(tmp_path):
+    row = {"id": "a", "player": "p", "scene": "so \ud83d", "main_cha": "passive", "task": "praise"}
+    (tmp_path / "s.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match="s.jsonl:1: holds half a character"):
+        load_scenarios(tmp_path / "s.jsonl")
+    (tmp_path / "s.jsonl").write_text(json.dumps(row | {"scene": "so \U0001f600"}))
+    assert load_scenarios(tmp_path / "s.jsonl")[0].background == "so \U0001f600"
+
+
 def test_an_unknown_scenario_id_is_told_in_one_line():
     with pytest.raises(ValueError, match="no scenario 'x'.*--list"):
         main(["--scenario", "x"])
