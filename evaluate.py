@@ -26,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections import Counter, defaultdict
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -58,7 +59,7 @@ GROUPS = {"per_intention": "intention", "per_character": "character", "per_kind"
 FIELDS = {"scenario": str, "intention": str, "start_emotion": int, "max_turns": int, "final_emotion": int, "turns": list}
 TURN_FIELDS = {"reply": str, "user": str, "change": int, "emotion": int, "raw": list, "flags": list}
 # what may be absent or null, and must be of its kind where it is not
-OPTIONAL = {"opening": str, "character": str, "kind": str, "event": str, "error": str, "judged_by": str, "played_with": str, "benchmark": str,
+OPTIONAL = {"opening": str, "character": str, "kind": str, "event": str, "error": str, "judged_by": dict, "played_with": str, "benchmark": str,
             "repetition": int, "seed": int, "judge": dict}
 TURN_OPTIONAL = {"thought": str, "inner": str, "act": str, "format_ok": bool, "tokens": int, "thought_tokens": int}
 
@@ -74,17 +75,15 @@ def main(argv=None):
             else:
                 print(report.write_report(args.report, args.out, args.force))
             return 0
-        for path in filter(None, (args.json, args.save_transcripts)):
-            check_writable(Path(path))
+        check_files(args)
+        result = compare(*map(read_result, args.compare), force=args.force) if args.compare else score(args)
+        if args.json:  # before printing: the reader of a pipe may be gone
+            write_whole(args.json, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
         if args.compare:
-            result = compare(*map(read_result, args.compare), force=args.force)
             print("\n".join(result["notes"]))
             print_table(comparison_table(result))
         else:
-            result = score(args)
             print_summary(result)
-        if args.json:
-            Path(args.json).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         return 0 if args.compare or result["score"] is not None and not result.get("faults") and not result.get("rerun_differs") else 1
     except (ValueError, OSError) as error:
         print("evaluate.py:", " ".join(str(error).split()), file=sys.stderr)
@@ -95,13 +94,22 @@ def main(argv=None):
         return 130
 
 
-def check_writable(path):
-    """OSError now, not after an hour of playing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    open(path, "ab").close()
-    if new:
-        path.unlink()
+def check_files(args):
+    """What cannot be written, or would be written over, is said now and not after an hour of playing. OSError, ValueError."""
+    read = (args.transcripts, args.rerun, args.scenarios, args.train_scenarios, *(args.compare or ()))
+    taken = {Path(path).resolve(): "is read" for path in filter(None, read)}
+    for name in ("json", "save_transcripts", "judge_cache", "simulator_cache"):
+        if not getattr(args, name):
+            continue
+        path = Path(getattr(args, name))
+        if path.resolve() in taken:
+            raise ValueError(f"--{name.replace('_', '-')} {path}: this file {taken[path.resolve()]}; name another")
+        taken[path.resolve()] = f"is --{name.replace('_', '-')} too"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        open(path, "ab").close()
+        if new:
+            path.unlink()
 
 
 def score(args):
@@ -117,7 +125,8 @@ def score(args):
         if args.save_transcripts and Path(args.save_transcripts).exists():
             raise ValueError(f"{args.save_transcripts} exists; name a new file")
         transcripts = read_transcripts(args.transcripts)
-        settings = settings_of_file(args.transcripts, transcripts) | ({"judge": args.judge, "judge_prompts_sha256": judge_prompts()} if args.judge else {})
+        if args.train_scenarios:  # before the judge is paid
+            of_unseen_personas(transcripts, args.scenarios, args.train_scenarios)
     else:
         scenarios = simulator.load_scenarios(args.scenarios)[:args.limit]
         make_user, client = simulator.users_of(args)
@@ -129,13 +138,18 @@ def score(args):
                                                                args.max_turns, args.seed) for scenario in scenarios])
                           for name in simulator.REFERENCE_PLAYERS}
         transcripts, others = play(args, scenarios, make_user, client, settings)
-    judged = {}
-    if judging:  # before the summary: its strategy table uses the judge's labels
-        judged = {"judge": judge.judge_dialogues(judging, transcripts, args.seed) | {"calls": judging.take_counts()}}
+    if judging:  # before the summary, which holds what the judge found
+        judge.judge_dialogues(judging, transcripts, args.seed)
     if args.save_transcripts:
         write_lines(args.save_transcripts, transcripts + others)
-    result = (summarize(transcripts, settings, references) | judged | (verify(transcripts) if args.verify else {})
+    if args.transcripts:
+        settings = settings_of_file(args.transcripts, transcripts)
+    elif not judging:  # the file may hold what a judge of another call found
+        transcripts = [{key: value for key, value in row.items() if key not in ("judge", "judged_by")} for row in transcripts]
+    result = (summarize(transcripts, settings, references) | (verify(transcripts) if args.verify else {})
               | ({"simulator": client.take_counts()} if client else {}))
+    if judging:
+        result.setdefault("judge", judge.findings_of([]))["calls"] = judging.take_counts()
     if args.train_scenarios:
         result["unseen_persona"] = rates(of_unseen_personas([t for t in transcripts if not failed(t)], args.scenarios, args.train_scenarios))
     if args.model and args.seeds > 1:
@@ -145,7 +159,7 @@ def score(args):
                 seeds[str(args.seed + transcript["repetition"] // args.repetitions)].append(transcript["final_emotion"])
         result["per_seed"] = {seed: mean(finals) for seed, finals in seeds.items()}
     if args.rerun:
-        old = json.loads(Path(args.rerun).read_bytes())
+        old = read_result(args.rerun)
         result["rerun_differs"] = sorted(key for key in result.keys() & old.keys() - {"settings", "simulator", "judge", "rerun_differs"} if result[key] != old[key])
     return result
 
@@ -166,10 +180,10 @@ def play(args, scenarios, make_user, client, settings):
         if args.rerun:
             raise ValueError(f"{path} exists; a rerun plays everything again: name a new file")
         cut_half_line(path)
-        known = [row for _, row in read_jsonl(path)]
+        known = [*checked_transcripts(path)]
         if any(row.get("played_with") != fingerprint for row in known):
             raise ValueError(f"{path} holds dialogues of other settings; name another --save-transcripts, or remove it")
-        known = [row for row in known if not failed(row)]
+        known = [{key: value for key, value in row.items() if key != "where"} for row in known if not failed(row)]
         write_lines(path, known)
     with open(path or os.devnull, "a", encoding="utf-8") as file:
         def keep(dialogue):
@@ -216,7 +230,7 @@ def settings_of_run(args):
     prompts = [path for path in sorted((ROOT / "prompts").rglob("*")) if path.suffix in (".txt", ".json")]
     user = [path for path in prompts if not path.name.startswith(("judge.", "policy."))]
     agent = [path for path in prompts if path.name == f"policy.{'think' if args.think else 'plain'}.txt"]
-    weights = [*sorted(Path(args.model).glob("*.safetensors")), *sorted(Path(args.model).glob("tokenizer.json"))]
+    weights = sorted(path for path in Path(args.model).glob("*.*") if path.suffix in (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"))
     for name, paths in (("scenarios", [args.scenarios]), ("prompts", user), ("system_prompt", agent), ("model", weights),
                         ("train_scenarios", [args.train_scenarios] * bool(args.train_scenarios))):
         if paths:  # a model by its hub name has no files here
@@ -246,7 +260,7 @@ def judge_prompts():
 
 def check_unchanged(path, settings):
     """A rerun needs the files that made the result; another code version is said, not refused."""
-    old = json.loads(Path(path).read_bytes())["settings"]
+    old = read_result(path)["settings"]
     changed = [key for key, value in old.items() if key.endswith("_sha256") and settings.get(key) != value]
     if changed:
         raise ValueError(f"--rerun {path}: {', '.join(key.removesuffix('_sha256') for key in changed)} changed since, or not here; "
@@ -260,8 +274,11 @@ def settings_of_file(path, transcripts):
     """What a transcript file tells by itself; SAGE names its judge in the file name. ValueError: dialogues of several settings."""
     if len({transcript.get("played_with") for transcript in transcripts}) > 1:
         raise ValueError(f"{path} holds dialogues of different settings (played_with), which have no common score; split the file")
-    judge, found, _ = Path(path).name.partition("_based_simulator__")
-    settings = {"transcripts": str(path), "simulator": judge if found else None, "clamp": 10}
+    judges = {json.dumps(transcript["judged_by"], sort_keys=True) for transcript in transcripts if transcript.get("judged_by")}
+    if len(judges) > 1:
+        raise ValueError(f"{path} holds the findings of different judges (judged_by), which have no common mean; split the file")
+    user, found, _ = Path(path).name.partition("_based_simulator__")
+    settings = {"transcripts": str(path), "simulator": user if found else None, "clamp": 10, **json.loads(judges.pop() if judges else "{}")}
     for key in ("start_emotion", "max_turns", "benchmark"):
         values = sorted({transcript[key] for transcript in transcripts if key in transcript})
         settings[key] = values[0] if len(values) == 1 else values or None
@@ -272,23 +289,35 @@ def settings_of_file(path, transcripts):
 
 def read_transcripts(path):
     """Every line of the file as a transcript; "where" is added (file:line). ValueError names a line that is not one."""
-    transcripts = []
+    if transcripts := [*checked_transcripts(path)]:
+        return transcripts
+    raise ValueError(f"{path}: no dialogue in it")
+
+
+def checked_transcripts(path):
+    """The transcripts of a file that may be empty. ValueError: not one, or one that stands there already."""
+    seen = {}
     for where, row in read_jsonl(path):
         try:
-            transcripts.append(check_transcript(from_sage(row) if "emo_point" in row else row) | {"where": where})
+            transcript = check_transcript(from_sage(row) if "emo_point" in row else row) | {"where": where}
         except KeyError as error:
             raise ValueError(f"{where}: field {error} is missing") from None
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: no transcript: {error}") from None
-    if not transcripts:
-        raise ValueError(f"{path}: no dialogue in it")
-    return transcripts
+        first = seen.setdefault(tuple(transcript.get(key) for key in ("scenario", "repetition", "seed", "played_with")), where)
+        if first != where:
+            raise ValueError(f"{where}: the dialogue of {first} once more (scenario, repetition and seed are equal); it would count twice")
+        yield transcript
 
 
 def write_lines(path, rows):
-    """A file appears whole or not at all."""
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_whole(path, text):
+    """A file appears whole or not at all. Half a character is written as JSON's escape of it."""
     partial = Path(f"{path}.partial")
-    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8", errors="backslashreplace")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
 
@@ -305,7 +334,7 @@ def read_jsonl(path):
         if line.strip():
             try:
                 yield f"{path}:{number}", dict(json.loads(line))
-            except (TypeError, ValueError) as error:  # broken JSON, broken UTF-8, or no object
+            except (TypeError, ValueError, RecursionError) as error:  # broken JSON, broken UTF-8, or no object
                 raise ValueError(f"{path}:{number}: not a JSON object ({error})") from None
 
 
@@ -337,10 +366,9 @@ def check_transcript(transcript):
         for field, kind in fields.items():
             if row.get(field) is not None and type(row[field]) is not kind:
                 raise ValueError(f"field {field!r} cannot be {row[field]!r}")
-    lists = [(turn[field], str) for turn in transcript["turns"] for field in ("raw", "flags")] + [
-        (labels, str) for labels in (transcript.get("judge") or {}).get("strategies", ())]
-    if not all(isinstance(row, list) and all(type(item) is kind for item in row) for row, kind in lists):
-        raise ValueError("raw, flags and the judge's strategies must be lists of texts")
+    for row, field, example in [(transcript, "judge", JUDGED), *((turn, field, [""]) for turn in transcript["turns"] for field in ("raw", "flags"))]:
+        if row.get(field) is not None and not fits(row[field], example):
+            raise ValueError(f"field {field!r} cannot be {row[field]!r}")
     simulator.intention_of(transcript["intention"])
     if not 0 <= transcript["final_emotion"] <= 100:
         raise ValueError(f"final_emotion {transcript['final_emotion']} is not in 0..100")
@@ -408,7 +436,11 @@ def summarize(transcripts, settings=None, references=None):
     split = [turn for turn in turns if None not in (turn.get("tokens"), turn.get("thought_tokens"))]
     thoughts = [hit for transcript in scored for hit in thought_hits(transcript)]
     lost_hold = [100 * collapsed(transcript) for transcript in scored]
-    return {
+    judged = {}
+    if any(transcript.get("judge") is not None for transcript in scored):
+        import judge  # here: it imports this file
+        judged = {"judge": judge.findings_of(scored)}
+    return judged | {
         **rates(scored), "failed": lost, "incomplete": lost > 0,
         **{key: grouped(scored, field) for key, field in GROUPS.items()},
         "mean_turns": mean([len(scored_turns(transcript)) for transcript in scored]),
@@ -462,7 +494,8 @@ def scripted_heard(turn):
 
 def labelled_by(transcripts):
     """Who named the strategies: the judges, or else the scripted user; None where nobody did."""
-    judges = sorted({t.get("judged_by") or "a judge unknown" for t in transcripts if (t.get("judge") or {}).get("strategies")})
+    judges = sorted({" ".join(str(value)[:24] for value in (t.get("judged_by") or {"": "an unknown judge"}).values())
+                     for t in transcripts if (t.get("judge") or {}).get("strategies")})
     heard = any(scripted_heard(turn) for t in transcripts for turn in scored_turns(t))
     return " and ".join(judges) or ("the scripted user" if heard else None)
 
@@ -559,7 +592,8 @@ def compare(a, b, force=False, names=("A", "B"), resamples=10_000, seed=0):
 
     a, b: results of summarize(). p: twice the smaller share of resampled differences on one side of 0; at most 1, never 0, and
     never below 2 / 2^n, which is all that the signs of n differences can tell. No p and no interval below FEWEST scenarios,
-    where that is above 0.05; no interval where all differences are equal, since it would have no width. ValueError if the users were different people (SIMULATOR_SIDE), unless forced, or if nothing is shared.
+    where that is above 0.05; no interval where all differences are equal, since it would have no width. Of pairs that do not
+    differ, p < 0.05 calls 12 % different with 8 scenarios and 6 % with 64 (measured): trust few scenarios less. ValueError if the users were different people (SIMULATOR_SIDE), unless forced, or if nothing is shared.
     """
     mixed = check_same_users(a, b, force)
     agents, judges = (differing(a["settings"], b["settings"], keys) for keys in (AGENT_SIDE, JUDGE_SIDE))
@@ -597,17 +631,46 @@ def compare(a, b, force=False, names=("A", "B"), resamples=10_000, seed=0):
 
 def read_result(path):
     """A --json file, or any transcript file, as a summary."""
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it, like {Path(path) / 'after.json'}")
     try:
         result = json.loads(Path(path).read_bytes())
-    except ValueError:  # many lines: transcripts
+    except (ValueError, RecursionError):  # many lines: transcripts
         result = None
     if isinstance(result, dict) and "dialogues" in result:
         whole = {*rates([]), "failed", "incomplete", "per_intention", "settings"} <= result.keys()
-        if not whole or not all(isinstance(row, list) and len(row) == 4 for row in result["dialogues"]):
+        result = summarize([]) | result  # an older file holds fewer numbers
+        if not whole or not fits(result, RESULT):
             raise ValueError(f"{path}: not a whole result of evaluate.py --json")
-        return summarize([]) | result  # an older file holds fewer numbers
+        return result
     transcripts = read_transcripts(path)
     return summarize(transcripts, settings_of_file(path, transcripts))
+
+
+# what a result holds, by example: all members of a list of one, or of a dict with the key ..., are like the one shown; 1 is a
+# number, 0 a number or null, [0] such a list or null
+RATES = {"n": 0, "score_se": 0} | {name + end: example for name in METRICS for end, example in (("", 0), ("_ci", [0]))}
+RESULT = RATES | dict.fromkeys((*BEHAVIOUR, "failed"), 0) | dict.fromkeys(GROUPS, {...: RATES}) | {
+    "collapse_rate_ci": [0], "incomplete": 1, "strategies": {...: {"turns": 0, "per_dialogue": 0, "contribution": 0}}, "end_reasons": {...: 0}, "flags": {...: 0},
+    "references": {...: 0}, "per_seed": {...: 0}, "simulator": {...: 0}, "unseen_persona": RATES, "settings": {}, "dialogues": [["", 0, 0, ""]],
+    "judge": {"model": "", "asked": 0, "failed": 0, "abilities": {...: {"mean": 0, "se": 0, "n": 0}}, "points": [["", 0, 0]], "empathy": 0,
+              "creative": 0, "tracking_r": 0, "tracking_error": 0}}
+JUDGED = {"abilities": {...: [1, ""]}, "strategies": [[""]], "plane": [1, 1], "tracking": [0]}         # transcript["judge"]
+MAY_LACK = ("per_seed", "simulator", "unseen_persona", "judge", *JUDGED)
+
+
+def fits(value, example):
+    """Whether a stored value has the shape of an example, so that no table meets anything else."""
+    if isinstance(example, dict):
+        return isinstance(value, dict) and all(
+            all(fits(member, like) for member in value.values()) if key is ... else key in value and fits(value[key], like) or key in MAY_LACK and key not in value
+            for key, like in example.items())
+    if value is None:
+        return example in (0, [0])
+    if isinstance(example, list):
+        like = example * len(value) if isinstance(value, list) and len(example) == 1 else example
+        return isinstance(value, list) and len(value) == len(like) and all(map(fits, value, like))
+    return type(value) in ((str,) if example == "" else (int, float, bool))
 
 
 # ---- printing: the same tables on the terminal and in the report ----
@@ -667,11 +730,11 @@ def comparison_table(comparison):
 
 
 def print_summary(summary):
-    settings = summary["settings"]
-    print(", ".join(f"{key} {str(value)[:8] if 'sha256' in key else value}" for key, value in settings.items() if value not in (None, "")))
     print(headline(summary))
     for table in summary_tables(summary):
         print_table(table)
+    print(textwrap.fill("settings: " + ", ".join(f"{key} {str(value)[:8] if 'sha256' in key else value}" for key, value in summary["settings"].items()
+                                                 if value not in (None, "")), 120, break_on_hyphens=False, break_long_words=False))
     if "rerun_differs" in summary:
         print(f"rerun: {'differs in ' + ', '.join(summary['rerun_differs']) if summary['rerun_differs'] else 'identical to the stored result'}")
     if "transitions" in summary:
@@ -709,7 +772,7 @@ def parse_args(argv=None):
     agent = parser.add_argument_group("the policy")
     agent.add_argument("--think", action=argparse.BooleanOptionalAction, help="think first, then say (default: as the model's policy.json says, else no)")
     agent.add_argument("--greedy", action="store_true", help="always the likeliest token (default: sample; the papers do not state it)")
-    agent.add_argument("--temperature", type=float, help="sampling temperature (default: the model's policy.json, else 1.0, RLVER's rollouts)")
+    agent.add_argument("--temperature", type=temperature, help="sampling temperature, 0 = greedy (default: the model's policy.json, else 1.0, RLVER's rollouts)")
     agent.add_argument("--max-new-tokens", type=positive, metavar="N", help="tokens of a reply with its thought (default: the model's policy.json, else 1024; RLVER: 5000)")
     agent.add_argument("--engine", choices=("auto", "hf", "vllm"), default="auto", help="vllm, or hf (plain transformers) (default: auto, vllm where there is a GPU and vllm)")
     run = parser.add_argument_group("the run")
@@ -730,13 +793,19 @@ def parse_args(argv=None):
     for name in given.keys() - {action}:
         if name not in TAKES[action] if action in TAKES else name in ("out", "force"):
             parser.error(f"--{name.replace('_', '-')} does nothing beside --{action}")
+    for name in given:
+        needs = ("--judge" if name in ("judge_url", "judge_cache") and not args.judge else
+                 "--simulator llm" if name.startswith("simulator_") and args.simulator == "scripted" and not (args.judge and name in TAKES["transcripts"]) else
+                 "--no-greedy" if name == "temperature" and args.greedy else "")
+        if needs and not args.rerun:
+            parser.error(f"--{name.replace('_', '-')} does nothing {'beside --greedy' if needs == '--no-greedy' else f'without {needs}'}")
     if args.rerun:
-        return rerun_args(args, given)
+        return rerun_args(args, given, parser)
     how = {"think": False, "temperature": 1.0, "max_new_tokens": 1024}
     if args.model and (checkpoints := sorted(Path(args.model).glob("checkpoints/step-*[0-9]"))):  # a run folder
         args.model = str(checkpoints[-1])
     if args.model and (Path(args.model) / "policy.json").exists():  # how train.py let this policy speak
-        how |= json.loads((Path(args.model) / "policy.json").read_bytes())
+        how = how_it_speaks(Path(args.model) / "policy.json", how)
     for name, value in how.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -744,20 +813,41 @@ def parse_args(argv=None):
     return args
 
 
-def rerun_args(args, given):
+def how_it_speaks(path, how):
+    """policy.json over these defaults."""
+    try:
+        stored = json.loads(path.read_bytes())
+        if fits(stored, {}) and all(type(stored[name]) in (type(value), int) for name, value in how.items() if name in stored):
+            return how | {name: value for name, value in stored.items() if name in how}
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError(f"{path}: not the policy.json of train.py; remove it, or give the model's folder anew")
+
+
+def rerun_args(args, given, parser):
     """The flags of the stored result. Only what does not change a number may stand beside --rerun."""
     settings = read_result(args.rerun)["settings"]
     if not isinstance(settings.get("model"), str):
         raise ValueError(f"--rerun {args.rerun}: it was not played by a model, so there is nothing to play again")
     if given_too := [name for name in PLAYED_WITH if name in given]:
         raise ValueError(f"--rerun plays with the stored settings; leave out --{given_too[0].replace('_', '-')}")
-    for name in PLAYED_WITH:
-        if name in settings:
-            setattr(args, name, settings[name])
+    stored = [f"--{'' if value is not False else 'no-'}{name.replace('_', '-')}" + (f"={value}" if type(value) is not bool else "")
+              for name, value in ((name, settings.get(name)) for name in PLAYED_WITH) if value not in (None, "") and (name, value) != ("greedy", False)]
+    args = parser.parse_args(stored, args)       # as flags, so that they are checked like these
     for name in ("scenarios", "train_scenarios", "model"):
         if getattr(args, name) and not Path(getattr(args, name)).exists() and (ROOT / getattr(args, name)).exists():
             setattr(args, name, str(ROOT / getattr(args, name)))
     return args
+
+
+def temperature(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not (value == 0 or 0.01 <= value <= 100):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor a number from 0.01 to 100")
+    return value
 
 
 def positive(text):

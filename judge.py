@@ -27,9 +27,10 @@ ABILITIES = ("Empathic Depth", "Core Insight", "Solution Crafting", "Dialogue Gu
 STRATEGIES = ("praise", "empathy", "listening", "advice", "analysis", "other")
 AXES = ("Focus", "Manner")      # -> "empathy", "creative"
 TRIES = 3
+NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 # the number, "/5" or "of 5" or "out of 5" after it, and then neither a letter nor another number
 NUMBER = re.compile(r"[\[(*\"“ ]{0,4}([+-]?\d{1,3}(?:\.\d{1,3})?)(?:\s{0,3}(?:/|(?:out )?of)\s{0,3}(\d{1,4}))?"
-                    r"(?!\w|%|\.\d|\s{0,3}(?:[-–~,/]|to\b|or\b|of\b|out\b)?\s{0,3}\d)")
+                    r"(?!\w|%|[.,]\d|\s{0,3}(?:[-–—~,/…]|\.\.\.|to\b|or\b|and\b|of\b|out\b)?\s{0,3}\d)")
 
 
 class Unusable(ValueError):
@@ -50,22 +51,19 @@ def client_of(args):
 
 
 def judge_dialogues(client, transcripts, seed=0):
-    """Judge every dialogue that has a score; the findings are written into transcript["judge"]. Returns what result["judge"] holds.
+    """Judge every dialogue that has a score; the findings are written into transcript["judge"], and whose they are.
 
     client: anything with ask(text, headings, seed, form) -> text, a `model` and a thread `pool` (simulator.LLMClient).
     """
     wanted = [transcript for transcript in transcripts if not evaluate.failed(transcript)]
-    counts = {"asked": 0, "failed": 0}
-    for transcript, (found, asked) in zip(wanted, tqdm(client.pool.map(lambda t: judge_one(client, t, seed), wanted), total=len(wanted),
-                                                       desc="judge", unit="dialogue", disable=None)):
-        transcript |= {"judge": found, "judged_by": f"{client.model} ({evaluate.judge_prompts()[:8]})"}
-        counts["asked"] += asked
-        counts["failed"] += asked - len(found)
-    return {"model": client.model, **counts, **summary_of(wanted)}
+    by = {"judge": client.model, "judge_prompts_sha256": evaluate.judge_prompts()}
+    for transcript, found in zip(wanted, tqdm(client.pool.map(lambda t: judge_one(client, t, seed), wanted), total=len(wanted),
+                                              desc="judge", unit="dialogue", disable=None)):
+        transcript |= {"judge": found, "judged_by": by}
 
 
 def judge_one(client, transcript, seed):
-    """-> {name of the call: what it found}, without the calls that failed; and how many were made."""
+    """-> {name of the call: what it found}, without the calls that failed."""
     turns = evaluate.scored_turns(transcript)
     replies = [turn["reply"] for turn in turns]
     thoughts = [turn.get("thought") or "" for turn in turns]
@@ -83,7 +81,7 @@ def judge_one(client, transcript, seed):
         lines = "\n".join(f'{{"thought {number}": {simulator.quoted(thought)}}}' for number, thought in enumerate(thoughts, 1))
         calls["tracking"] = dict(thoughts=lines, turns=len(turns)), lambda text: parse_tracking(text, len(turns))
     answers = {name: ask(client, name, places, read, f"{seed}/{transcript['scenario']}") for name, (places, read) in calls.items()}
-    return {name: answer for name, answer in answers.items() if answer is not None}, len(calls)
+    return {name: answer for name, answer in answers.items() if answer is not None}
 
 
 def ask(client, name, places, read, seed):
@@ -123,15 +121,15 @@ def number(text, low, high):
 
 
 def plain(text):
-    """Words only, in lower case, each between spaces: a quotation may differ in marks and spaces, not in words. Chinese has none
-    between its words, so each sign stands for one."""
-    return " " + " ".join(re.findall(r"[一-鿿]|[^\W一-鿿]+", text.lower())) + " "
+    """Words only, in lower case, each between spaces: a quotation may differ in marks and spaces, not in words. Chinese, Japanese,
+    Thai, Lao, Khmer and Burmese have no spaces between words, so there each sign stands for one."""
+    return " " + " ".join(re.findall(f"[{NO_SPACES}]|[^\\W{NO_SPACES}]+", text.lower())) + " "
 
 
 def parse_abilities(text, replies):
     """{ability: [grade, evidence]}; the evidence must be words that the agent said."""
     lines = fields(text, "|".join(ABILITIES), lambda name: " ".join(name.split()).title())
-    said, found = [plain(reply) for reply in replies], {}
+    said, found = [plain(form) for reply in replies for form in (reply, simulator.quoted(reply))], {}       # as said, and as the judge read it
     for ability in ABILITIES:
         grade = number(lines.get(ability, ""), 1, 5)
         quote = re.search(r"[\"“「«](.+)[\"”」»]", lines[ability])
@@ -171,12 +169,15 @@ def parse_tracking(text, turns):
 
 # ---- the numbers -------------------------------------------------------------------------------------------------------------
 
-def summary_of(transcripts):
-    """Means over dialogues, with the standard error that clusters the repetitions of a scenario (evaluate.clustered_se)."""
-    found = [(transcript, transcript["judge"]) for transcript in transcripts]
-    result = {"abilities": {}}
+def findings_of(transcripts):
+    """What result["judge"] holds, from the transcripts alone: means over dialogues, with the standard error that clusters the
+    repetitions of a scenario (evaluate.clustered_se). asked: questions put, four a dialogue, or three where nothing was thought."""
+    found = [(transcript, transcript["judge"]) for transcript in transcripts if transcript.get("judge") is not None]
+    asked = sum(3 + any(turn.get("thought") for turn in evaluate.scored_turns(transcript)) for transcript, _ in found)
+    result = {"model": next((by["judge"] for t in transcripts if isinstance((by := t.get("judged_by") or {}).get("judge"), str)), "an unknown judge"),
+              "asked": asked, "failed": asked - sum(len(judge) for _, judge in found), "abilities": {}}
     for ability in ABILITIES:
-        grades = [(judge["abilities"][ability][0], transcript["scenario"]) for transcript, judge in found if "abilities" in judge]
+        grades = [(judge["abilities"][ability][0], transcript["scenario"]) for transcript, judge in found if ability in judge.get("abilities", {})]
         values, scenarios = [grade for grade, _ in grades], [scenario for _, scenario in grades]
         se = evaluate.clustered_se(values, scenarios)[0] if values else None
         result["abilities"][ability] = {"mean": evaluate.mean(values), "se": se, "n": len(values)}
@@ -193,7 +194,7 @@ def tracking_of(found):
     pairs = []
     for transcript, judge in found:
         felt = [transcript["start_emotion"], *(turn["emotion"] for turn in evaluate.scored_turns(transcript))]
-        pairs += [(said, true) for said, true in zip(judge.get("tracking", ()), felt) if said is not None]
+        pairs += [(said, true) for said, true in zip(judge.get("tracking") or (), felt) if said is not None]
     said, true = (np.array(side, float) for side in zip(*pairs)) if pairs else (np.zeros(0), np.zeros(0))
     varied = len(pairs) > 2 and said.std() > 0 and true.std() > 0
     return {"tracking_r": float(np.corrcoef(said, true)[0, 1]) if varied else None,

@@ -111,8 +111,13 @@ def read_both(path):
     """The summary and the transcripts of a result file (its dialogues lie beside it, as NAME.jsonl; [] without) or a transcript file."""
     result, talks = evaluate.read_result(path), path.with_suffix(".jsonl") if path.suffix == ".json" else path
     transcripts = evaluate.read_transcripts(talks) if talks.exists() else []
-    if transcripts:                              # numbers that the result file was too old to hold
-        result |= {key: value for key, value in evaluate.summarize(transcripts).items() if not result.get(key)}
+    if transcripts and path.suffix == ".json":
+        row = lambda t: [t["scenario"], t.get("repetition", 0), None if evaluate.failed(t) else t["final_emotion"], t["end_reason"]]
+        transcripts = [transcript for transcript in transcripts if row(transcript) in result["dialogues"]]
+        if len(transcripts) != len(result["dialogues"]):
+            raise ValueError(f"{talks} holds other dialogues than {path}; rename one of them")
+        # numbers that the result file was too old to hold
+        result |= {key: value for key, value in evaluate.summarize(transcripts).items() if result.get(key) in (None, {})}
     return result, transcripts
 
 
@@ -207,10 +212,11 @@ def tiles(results, metrics, steps=None):
     def tile(label, value, under=""):
         made.append(el("div", text("b", value), text("span", label), text("small", under), class_="tile"))
     made, known = [], [result for result in results.values() if result["score"] is not None]
+    of_last = f" of {[*results][-1]}" if len(known) > 1 else ""
     for key, label in {"score": "score, points", "success": "success, %", "failure": "failure, %"}.items() if known else ():
         ci = known[-1][f"{key}_ci"]
         tile(label, side_by_side(results, (evaluate.half_up(result[key]) for result in known)),
-             "95 %: {} to {}".format(*map(evaluate.half_up, ci)) if ci else "")
+             f"95 %{of_last}: {evaluate.half_up(ci[0])} to {evaluate.half_up(ci[1])}" if ci else "")
     for name, result in results.items():
         if result["incomplete"]:
             tile(f"{name}: dialogues without a score", str(result["failed"]), f"INCOMPLETE: {result['n']} were scored")
@@ -384,7 +390,8 @@ def svg_plane(judged, size=340):
     dots = []
     for place, (name, judge) in enumerate(judged.items()):
         dots += [dot(*point, r=4, class_=f"k{place} faint") for point in judge["points"]]
-        dots += [dot(name, judge["empathy"], judge["creative"], r=9, class_=f"k{place} mean")] * bool(judge["points"])
+        if judge["points"]:
+            dots.append(dot(name, judge["empathy"], judge["creative"], r=9, class_=f"k{place} mean"))
     return el("figure", el(
         "svg", el("line", class_="grid", x1=30, x2=size - 30, y1=half, y2=half),
         el("line", class_="grid", x1=half, x2=half, y1=30, y2=size - 30), *dots,

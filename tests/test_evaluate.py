@@ -251,8 +251,9 @@ def test_other_sampling_is_said_and_nothing_shared_is_an_error(capsys, tmp_path)
         ("opening", 5), ("character", ["a"]), ("kind", 7), ("benchmark", 1), ("repetition", "0"), ("judge", "x"))),
     *((json.dumps(changed(dialogue([45]), 0, **{field: value})), f"field {field!r} cannot be {value!r}") for field, value in (
         ("thought", 5), ("act", ["praise"]), ("tokens", "7"), ("thought_tokens", 2.5), ("format_ok", "yes"))),
-    (json.dumps(changed(dialogue([45]), 0, flags=[["x"]])), "lists of texts"), (json.dumps(changed(dialogue([45]), 0, raw=[5])), "lists of texts"),
-    (json.dumps(dialogue([45], judge={"strategies": [5]})), "lists of texts"),
+    (json.dumps(changed(dialogue([45]), 0, flags=[["x"]])), "field 'flags' cannot be"), (json.dumps(changed(dialogue([45]), 0, raw=[5])), "field 'raw'"),
+    *((json.dumps(dialogue([45], judge=found)), "field 'judge' cannot be") for found in (
+        {"strategies": [5]}, {"strategies": [None]}, {"plane": [1]}, {"plane": None}, {"abilities": {"x": [None, ""]}}, {"tracking": ["40"]})),
     (json.dumps(dialogue([45]) | {"turns": ["hello"]}), "t.jsonl:2: "),
     ('{"id": "x", "emo_point": 45}', "t.jsonl:2: field 'history' is missing"),
     ('{"id": "x", "emo_point": 45, "history": []}', "t.jsonl:2: "),
@@ -488,8 +489,8 @@ def test_a_strategys_contribution_is_the_mean_change_of_the_turns_that_use_it():
         "praise": {"turns": 2, "per_dialogue": 1, "contribution": 10}, "advice": {"turns": 1, "per_dialogue": 0.5, "contribution": -5},
         "empathy": {"turns": 1, "per_dialogue": 0.5, "contribution": 10}, "(none)": {"turns": 2, "per_dialogue": 1, "contribution": -10}}
     assert evaluate.summarize([first])["strategies_by"] == "the scripted user" and evaluate.summarize([unlabelled])["strategies_by"] is None
-    judged = dialogue([45], "e", judged_by="m (0)") | {"judge": {"strategies": [["analysis"]]}}
-    assert evaluate.summarize([first, judged])["strategies_by"] == "m (0)"    # other words: never in one table with the acts
+    judged = dialogue([45], "e", judged_by={"judge": "m", "judge_prompts_sha256": "0"}) | {"judge": {"strategies": [["analysis"]]}}
+    assert evaluate.summarize([first, judged])["strategies_by"] == "m 0"    # other words: never in one table with the acts
     assert evaluate.summarize([first, judged])["strategies"] == {"analysis": {"turns": 1, "per_dialogue": 1, "contribution": 5}}
     assert evaluate.summarize([first, second, unlabelled])["strategies"] == {
         "praise": {"turns": 2, "per_dialogue": 1, "contribution": 10}, "advice": {"turns": 2, "per_dialogue": 1, "contribution": -7.5},

@@ -89,7 +89,8 @@ def test_the_plane_and_the_moods_stay_on_their_scales():
 def test_an_unusable_answer_is_asked_for_again_three_times_in_all_and_then_counted():
     client = Fake(lambda text, seed: good(text) if "Two scales" in text and len(client.prompts) > 1 else "I cannot judge this.")
     talk = dialogue([45, 55])
-    result = judge.judge_dialogues(client, [talk])
+    judge.judge_dialogues(client, [talk])
+    result = judge.findings_of([talk])
     assert (result["asked"], result["failed"]) == (3, 2) and talk["judge"] == {"plane": [3, -1]}       # no thoughts: no tracking
     assert (result["empathy"], result["creative"]) == (3, -1)
     assert len(client.prompts) == 3 + 3 + 1 and len(set(client.seeds)) == 7
@@ -99,7 +100,9 @@ def test_an_unusable_answer_is_asked_for_again_three_times_in_all_and_then_count
 def test_an_endpoint_that_fails_is_counted_and_ends_nothing():
     def fail(text, seed):
         raise simulator.SimulatorFailed("gone")
-    result = judge.judge_dialogues(Fake(fail), [dialogue([45]), dialogue([], end_reason="simulator_failed")])
+    talks = [dialogue([45]), dialogue([], end_reason="simulator_failed")]
+    judge.judge_dialogues(Fake(fail), talks)
+    result = evaluate.summarize(talks)["judge"]
     assert (result["asked"], result["failed"], result["points"], result["empathy"]) == (3, 3, [], None)
 
 
@@ -144,7 +147,7 @@ def test_repetitions_are_one_cluster_for_the_judge_too():
     talks = [dialogue([45, 55], scenario) for scenario in "aabb"]
     for talk, grade in zip(talks, (1, 1, 5, 5)):
         talk["judge"] = {"abilities": {ability: [grade, "x"] for ability in judge.ABILITIES}}
-    assert judge.summary_of(talks)["abilities"]["Core Insight"] == {"mean": 3, "se": 2, "n": 4}       # sd of (1, 5) / sqrt(2)
+    assert judge.findings_of(talks)["abilities"]["Core Insight"] == {"mean": 3, "se": 2, "n": 4}       # sd of (1, 5) / sqrt(2)
 
 
 def test_the_command_line_judges_a_transcript_file_and_stores_who_judged(tmp_path, capsys, monkeypatch):

@@ -163,11 +163,11 @@ def test_half_a_character_does_not_cost_the_report(tmp_path):
 def test_strategies_by_different_readers_are_not_shown_side_by_side_without_a_word(tmp_path):
     table = lambda *names: report.write_report([tmp_path / f"{name}.jsonl" for name in names]).read_text().partition("<h2>Strategies</h2>")[2]
     for name, label in (("one", "praise"), ("two", "advice")):
-        save(tmp_path / f"{name}.jsonl", [dialogue([45], judged_by=f"{name} (0)") | {"judge": {"strategies": [[label]]}}])
+        save(tmp_path / f"{name}.jsonl", [dialogue([45], judged_by={"judge": name}) | {"judge": {"strategies": [[label]]}}])
     save(tmp_path / "acts.jsonl", [changed(dialogue([45]), 0, act="praise")])
-    assert "Not comparable: labelled by different readers (one (0) / two (0))" in table("one", "two")
-    assert "labelled by different readers (one (0) / the scripted user)" in table("one", "acts")
-    assert "As one (0) labels" in table("one") and "Not comparable" not in table("one")
+    assert "Not comparable: labelled by different readers (one / two)" in table("one", "two")
+    assert "labelled by different readers (one / the scripted user)" in table("one", "acts")
+    assert "As one labels" in table("one") and "Not comparable" not in table("one")
 
 
 @pytest.mark.parametrize("value, step, text", [
