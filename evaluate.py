@@ -5,7 +5,7 @@ success = share of dialogues that end at >= 100, failure = share that end below 
 On the published SAGE files this gives the leaderboard: GPT-4.1 68.2 / 35 / 13, rounded half up (68.15 -> 68.2).
 Differs from SAGE in:
   1) score, success, failure and collapse rate have a 95 % interval. The repetitions of a scenario are alike, so they count as ONE cluster:
-     SE^2 = G/(G-1) * sum over the G scenarios of (sum of its deviations from the mean)^2 / n^2, which is sd^2/n without
+     Student's t with G - 1 degrees; SE^2 = G/(G-1) * sum over the G scenarios of (sum of its deviations from the mean)^2 / n^2, which is sd^2/n without
      repetitions and the SE of the scenario means when all have equally many. Success and failure: Wilson's interval
      with the effective n = sd^2/SE^2. The 8 needs of one scripted event are taken as independent scenarios.
   2) a dialogue whose simulator failed for good is neither a 0 nor hidden: left out, counted, headline "incomplete".
@@ -45,8 +45,8 @@ AGENT_SIDE = ("think", "greedy", "temperature", "max_new_tokens", "engine", "rep
 JUDGE_SIDE = ("judge", "judge_prompts_sha256")
 # flags that do something beside an action; --model takes all but --out and --force, --rerun what is not PLAYED_WITH
 TAKES = {"compare": ("json", "force"), "report": ("out", "force"), "watch": ("out", "force"),
-         "transcripts": ("verify", "json", "save_transcripts", "scenarios", "train_scenarios", "seed", "judge", "judge_url", "judge_cache",
-                         "simulator_url", "simulator_concurrency", "simulator_timeout", "simulator_max_tokens")}
+         "transcripts": ("verify", "json", "force", "save_transcripts", "scenarios", "train_scenarios", "seed", "judge", "judge_url", "judge_cache",
+                         "simulator_concurrency", "simulator_timeout", "simulator_max_tokens")}
 # flags that a result stores and --rerun sets again; by name, because a key or token must never reach a file
 PLAYED_WITH = ("model", "simulator", "simulator_model", "simulator_url", "simulator_format", "simulator_max_tokens", "difficulty", "start_emotion",
                "max_turns", "scenarios", "train_scenarios", "limit", "think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions",
@@ -59,7 +59,7 @@ GROUPS = {"per_intention": "intention", "per_character": "character", "per_kind"
 FIELDS = {"scenario": str, "intention": str, "start_emotion": int, "max_turns": int, "final_emotion": int, "turns": list}
 TURN_FIELDS = {"reply": str, "user": str, "change": int, "emotion": int, "raw": list, "flags": list}
 # what may be absent or null, and must be of its kind where it is not
-OPTIONAL = {"opening": str, "character": str, "kind": str, "event": str, "error": str, "judged_by": dict, "played_with": str, "benchmark": str,
+OPTIONAL = {"opening": str, "character": str, "kind": str, "event": str, "error": str, "judged_by": dict, "played_with": dict, "benchmark": str,
             "repetition": int, "seed": int, "judge": dict}
 TURN_OPTIONAL = {"thought": str, "inner": str, "act": str, "format_ok": bool, "tokens": int, "thought_tokens": int}
 
@@ -67,6 +67,7 @@ TURN_OPTIONAL = {"thought": str, "inner": str, "act": str, "format_ok": bool, "t
 def main(argv=None):
     """Exit code 0: fine; 1: no score, a transition does not verify, or a rerun differs; 2: the user's error, in one line; 130: Ctrl-C."""
     try:
+        sys.stdout.reconfigure(errors="backslashreplace")        # a console that knows no Chinese ends nothing
         args = parse_args(argv)
         if args.report or args.watch:
             import report  # here: it imports this file
@@ -76,7 +77,7 @@ def main(argv=None):
                 print(report.write_report(args.report, args.out, args.force))
             return 0
         check_files(args)
-        result = compare(*map(read_result, args.compare), force=args.force) if args.compare else score(args)
+        result = compare(*(read_result(path, args.force) for path in args.compare), force=args.force) if args.compare else score(args)
         if args.json:  # before printing: the reader of a pipe may be gone
             write_whole(args.json, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
         if args.compare:
@@ -85,6 +86,9 @@ def main(argv=None):
         else:
             print_summary(result)
         return 0 if args.compare or result["score"] is not None and not result.get("faults") and not result.get("rerun_differs") else 1
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print("evaluate.py:", " ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -105,11 +109,13 @@ def check_files(args):
         if path.resolve() in taken:
             raise ValueError(f"--{name.replace('_', '-')} {path}: this file {taken[path.resolve()]}; name another")
         taken[path.resolve()] = f"is --{name.replace('_', '-')} too"
+        if path.exists() and not path.is_file():
+            raise ValueError(f"--{name.replace('_', '-')} {path} is no plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
         open(path, "ab").close()
         if new:
-            path.unlink()
+            path.resolve().unlink()
 
 
 def score(args):
@@ -125,7 +131,8 @@ def score(args):
         if args.save_transcripts and Path(args.save_transcripts).exists():
             raise ValueError(f"{args.save_transcripts} exists; name a new file")
         transcripts = read_transcripts(args.transcripts)
-        if args.train_scenarios:  # before the judge is paid
+        settings_of_file(args.transcripts, [t | {"judged_by": None} for t in transcripts], args.force)       # both said before the judge is paid
+        if args.train_scenarios:
             of_unseen_personas(transcripts, args.scenarios, args.train_scenarios)
     else:
         scenarios = simulator.load_scenarios(args.scenarios)[:args.limit]
@@ -143,7 +150,7 @@ def score(args):
     if args.save_transcripts:
         write_lines(args.save_transcripts, transcripts + others)
     if args.transcripts:
-        settings = settings_of_file(args.transcripts, transcripts)
+        settings = settings_of_file(args.transcripts, transcripts, args.force)
     elif not judging:  # the file may hold what a judge of another call found
         transcripts = [{key: value for key, value in row.items() if key not in ("judge", "judged_by")} for row in transcripts]
     result = (summarize(transcripts, settings, references) | (verify(transcripts) if args.verify else {})
@@ -171,30 +178,33 @@ def play(args, scenarios, make_user, client, settings):
     played again, unless its user had failed; what a smaller --limit or --seeds does not ask for stays in it.
     """
     import rollout  # here: scoring files needs no torch
-    # what chooses among dialogues, or reads them, changes none
-    fingerprint = hash_of({key: value for key, value in settings.items() if key not in ("limit", "seeds", "simulator_url")
-                           and not key.startswith(("judge", "train_scenarios"))})
-    marks = {"played_with": fingerprint, "benchmark": settings["benchmark"]}
+    # what chooses among dialogues, reads them, or names the same weights, changes none
+    played_with = {key: value for key, value in settings.items() if key not in ("limit", "seeds", "simulator_url")
+                   and not key.startswith(("judge", "train_scenarios")) and (key, "model_sha256" in settings) != ("model", True)}
     path, known = args.save_transcripts and Path(args.save_transcripts), []
     if path and path.exists():
         if args.rerun:
             raise ValueError(f"{path} exists; a rerun plays everything again: name a new file")
         cut_half_line(path)
         known = [*checked_transcripts(path)]
-        if any(row.get("played_with") != fingerprint for row in known):
-            raise ValueError(f"{path} holds dialogues of other settings; name another --save-transcripts, or remove it")
+        if cut := next((row for row in known if {"repetition", "seed"} - row.keys()), None):
+            raise ValueError(f"{cut['where']}: no dialogue of evaluate.py (repetition or seed is missing); name another --save-transcripts")
+        if other := next((row for row in known if row.get("played_with") != played_with), None):
+            was = other.get("played_with") or {}
+            raise ValueError(f"{path} holds dialogues of other settings ({listed(differing(was, played_with, was | played_with))}); "
+                             "name another --save-transcripts")
         known = [{key: value for key, value in row.items() if key != "where"} for row in known if not failed(row)]
         write_lines(path, known)
     with open(path or os.devnull, "a", encoding="utf-8") as file:
         def keep(dialogue):
-            file.write(json.dumps(dialogue.to_dict() | marks, ensure_ascii=False) + "\n")
+            file.write(json.dumps(dialogue.to_dict() | {"played_with": played_with}, ensure_ascii=False) + "\n")
             file.flush()
         dialogues = rollout.play_scenarios(
             args.model, scenarios, make_user=make_user, pool=client and client.pool, max_failures=args.max_simulator_failures, think=args.think,
             temperature=args.temperature, max_new_tokens=args.max_new_tokens, max_turns=args.max_turns,
             start_emotion=args.start_emotion, repetitions=args.repetitions, seed=args.seed, desc="evaluate", engine=args.engine,
             seeds=args.seeds, done={(row["scenario"], row["seed"]) for row in known}, on_end=keep)
-    played = [dialogue.to_dict() | marks for dialogue in dialogues]
+    played = [dialogue.to_dict() | {"played_with": played_with} for dialogue in dialogues]
     place = {scenario.id: number for number, scenario in enumerate(scenarios)}
     asked = lambda row: row["scenario"] in place and row["repetition"] < args.repetitions * args.seeds
     wanted, others = [row for row in known if asked(row)], [row for row in known if not asked(row)]
@@ -270,19 +280,25 @@ def check_unchanged(path, settings):
             print(f"note: {key} was {old.get(key)}, is {settings.get(key)}")
 
 
-def settings_of_file(path, transcripts):
-    """What a transcript file tells by itself; SAGE names its judge in the file name. ValueError: dialogues of several settings."""
-    if len({transcript.get("played_with") for transcript in transcripts}) > 1:
-        raise ValueError(f"{path} holds dialogues of different settings (played_with), which have no common score; split the file")
-    judges = {json.dumps(transcript["judged_by"], sort_keys=True) for transcript in transcripts if transcript.get("judged_by")}
-    if len(judges) > 1:
-        raise ValueError(f"{path} holds the findings of different judges (judged_by), which have no common mean; split the file")
+def settings_of_file(path, transcripts, force=False):
+    """What the dialogues of a file say of how they were played and judged; SAGE names its user in the file name.
+
+    ValueError: dialogues of several settings, which have no common score; forced, they are named as "mixed".
+    """
     user, found, _ = Path(path).name.partition("_based_simulator__")
-    settings = {"transcripts": str(path), "simulator": user if found else None, "clamp": 10, **json.loads(judges.pop() if judges else "{}")}
-    for key in ("start_emotion", "max_turns", "benchmark"):
-        values = sorted({transcript[key] for transcript in transcripts if key in transcript})
-        settings[key] = values[0] if len(values) == 1 else values or None
-    return settings
+    settings, mixed = {"transcripts": str(path), "simulator": user if found else None, "clamp": 10}, []
+    said = [(t.get("played_with") or {}) | {key: t[key] for key in ("start_emotion", "max_turns", "benchmark") if t.get(key) is not None}
+            for t in transcripts]
+    judged = [t["judged_by"] for t in transcripts if t.get("judged_by")]
+    for rows in (said, judged):
+        for key in dict.fromkeys(key for row in rows for key in row):
+            values = list({json.dumps(row.get(key), sort_keys=True): row.get(key) for row in rows}.values())
+            settings[key] = values[0] if len(values) == 1 else values
+            mixed += [key] * (len(values) > 1)
+    if mixed and not force:
+        raise ValueError(f"{path} holds dialogues of different settings ({', '.join(mixed)}), which have no common score; split the file "
+                         "(--force scores it all the same)")
+    return settings | ({"mixed": mixed} if mixed else {})
 
 
 # ---- transcripts: ours, and the published SAGE files as if they were ours ----
@@ -304,7 +320,7 @@ def checked_transcripts(path):
             raise ValueError(f"{where}: field {error} is missing") from None
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: no transcript: {error}") from None
-        first = seen.setdefault(tuple(transcript.get(key) for key in ("scenario", "repetition", "seed", "played_with")), where)
+        first = seen.setdefault(json.dumps([transcript.get(key) for key in ("scenario", "repetition", "seed", "played_with")]), where)
         if first != where:
             raise ValueError(f"{where}: the dialogue of {first} once more (scenario, repetition and seed are equal); it would count twice")
         yield transcript
@@ -316,6 +332,7 @@ def write_lines(path, rows):
 
 def write_whole(path, text):
     """A file appears whole or not at all. Half a character is written as JSON's escape of it."""
+    path = Path(path).resolve()                  # what a link names, not the link
     partial = Path(f"{path}.partial")
     partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
@@ -349,7 +366,7 @@ def from_sage(row):
     end = simulator.end_of(row["emo_point"], len(turns), 9, turns[-1]["user"] if turns else "")
     return {"scenario": row["id"], "intention": simulator.intention_of(row["task"]),
             "character": simulator.CHARACTERS.get(row.get("character"), row.get("character")),
-            "start_emotion": opening["emotion-point"], "max_turns": 9, "opening": opening["content"], "turns": turns,
+            "benchmark": "SAGE", "start_emotion": opening["emotion-point"], "max_turns": 9, "opening": opening["content"], "turns": turns,
             "final_emotion": row["emo_point"], "end_reason": end or "farewell"}  # not stored; SAGE: a farewell word anywhere
 
 
@@ -369,7 +386,7 @@ def check_transcript(transcript):
     for row, field, example in [(transcript, "judge", JUDGED), *((turn, field, [""]) for turn in transcript["turns"] for field in ("raw", "flags"))]:
         if row.get(field) is not None and not fits(row[field], example):
             raise ValueError(f"field {field!r} cannot be {row[field]!r}")
-    simulator.intention_of(transcript["intention"])
+    transcript |= {"intention": simulator.intention_of(transcript["intention"])}
     if not 0 <= transcript["final_emotion"] <= 100:
         raise ValueError(f"final_emotion {transcript['final_emotion']} is not in 0..100")
     return transcript
@@ -530,9 +547,16 @@ def rates(transcripts):
         centre, ci = mean(values), share_ci(values, scenarios)
         if name == "score":
             result["score_se"] = se = clustered_se(values, scenarios)[0]
-            ci = None if se is None else [max(0.0, centre - 1.96 * se), min(100.0, centre + 1.96 * se)]
+            half = se and student(len(set(scenarios)) - 1) * se
+            ci = [max(0.0, centre - half), min(100.0, centre + half)] if half else None       # all equal: nothing is known
         result |= {name: centre, f"{name}_ci": ci}
     return result
+
+
+def student(freedom):
+    """The 97.5 % quantile of Student's t: a table, then its expansion in 1/freedom (0.1 % off at most)."""
+    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+    return table[freedom - 1] if freedom <= len(table) else 1.96 + 2.372 / freedom + 2.822 / freedom ** 2
 
 
 def share_ci(values, scenarios):
@@ -629,8 +653,8 @@ def compare(a, b, force=False, names=("A", "B"), resamples=10_000, seed=0):
     return comparison
 
 
-def read_result(path):
-    """A --json file, or any transcript file, as a summary."""
+def read_result(path, force=False):
+    """A --json file, or any transcript file, as a summary. ValueError: neither, or dialogues of mixed settings (unless forced)."""
     if Path(path).is_dir():
         raise ValueError(f"{path} is a folder; name a file in it, like {Path(path) / 'after.json'}")
     try:
@@ -644,7 +668,7 @@ def read_result(path):
             raise ValueError(f"{path}: not a whole result of evaluate.py --json")
         return result
     transcripts = read_transcripts(path)
-    return summarize(transcripts, settings_of_file(path, transcripts))
+    return summarize(transcripts, settings_of_file(path, transcripts, force))
 
 
 # what a result holds, by example: all members of a list of one, or of a dict with the key ..., are like the one shown; 1 is a
@@ -677,7 +701,7 @@ def fits(value, example):
 
 def half_up(value, digits=1):
     """61.25 -> 61.3 as on the leaderboard. repr of a quotient of integers shows a half as a half (28.95, not 28.9499...)."""
-    return "-" if value is None else str(Decimal(repr(float(value))).quantize(Decimal(10) ** -digits, ROUND_HALF_UP) + 0)      # + 0: no "-0.0"
+    return "-" if value is None else str(Decimal(repr(max(-1e15, min(1e15, float(value))))).quantize(Decimal(10) ** -digits, ROUND_HALF_UP) + 0)      # + 0: no "-0.0"
 
 
 def with_interval(value, ci):
@@ -693,7 +717,8 @@ def headline(summary):
         return f"no score: all {summary['failed']} dialogues failed"
     text = " / ".join([half_up(summary["score"]), *(half_up(summary[key]).removesuffix(".0") for key in ("success", "failure"))])
     lost = f"  INCOMPLETE: {summary['failed']} more dialogues failed" if summary["incomplete"] else ""
-    return f"score / success / failure: {text}{lost}"
+    mixed = f"  MIXED SETTINGS, no common score: {', '.join(summary['settings']['mixed'])}" if summary["settings"].get("mixed") else ""
+    return f"score / success / failure: {text}{lost}{mixed}"
 
 
 def summary_tables(summary):
@@ -763,7 +788,7 @@ def parse_args(argv=None):
     out.add_argument("--json", metavar="FILE", help="write the numbers to FILE, for machines")
     out.add_argument("--save-transcripts", metavar="FILE", help="write each dialogue to FILE as it ends; what stands in it already, with the same settings, is not played again")
     out.add_argument("--out", metavar="FILE", help="where --report and --watch write (default: report.html in the folder, or the first file's name with .html)")
-    out.add_argument("--force", action="store_true", help="with --compare and --report: also show results of different simulated users together, and say so")
+    out.add_argument("--force", action="store_true", help="also score, compare and show together what met different simulated users, and say so")
     user = parser.add_argument_group("the simulated user (SAGE's setting is the default)")
     user.add_argument("--scenarios", default=str(ROOT / "prompts/en/test.jsonl"), metavar="FILE", help="scenario file (default: the held-out events of prompts/en/test.jsonl)")
     simulator.add_simulator_flags(user)
@@ -831,6 +856,8 @@ def rerun_args(args, given, parser):
         raise ValueError(f"--rerun {args.rerun}: it was not played by a model, so there is nothing to play again")
     if given_too := [name for name in PLAYED_WITH if name in given]:
         raise ValueError(f"--rerun plays with the stored settings; leave out --{given_too[0].replace('_', '-')}")
+    if lacks := [name for name in PLAYED_WITH if settings.get(name) is None and name != "limit"]:
+        raise ValueError(f"--rerun {args.rerun}: its settings lack {', '.join(lacks)}, so nobody knows what was played")
     stored = [f"--{'' if value is not False else 'no-'}{name.replace('_', '-')}" + (f"={value}" if type(value) is not bool else "")
               for name, value in ((name, settings.get(name)) for name in PLAYED_WITH) if value not in (None, "") and (name, value) != ("greedy", False)]
     args = parser.parse_args(stored, args)       # as flags, so that they are checked like these

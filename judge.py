@@ -38,9 +38,9 @@ class Unusable(ValueError):
 
 
 def client_of(args):
-    """The judge's endpoint, asked once; without --judge-url it is the simulator's, with its key. ValueError if it does not answer."""
-    role = "simulator" if args.simulator_url and args.judge_url in ("", args.simulator_url) else "judge"
-    args.judge_url = args.judge_url or args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+    """The judge's endpoint, asked once; without --judge-url it is the LLM user's, with its key. ValueError if it does not answer."""
+    role = "simulator" if args.simulator == "llm" and args.simulator_url and args.judge_url in ("", args.simulator_url) else "judge"
+    args.judge_url = args.judge_url or role == "simulator" and args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
     client = simulator.LLMClient(args.judge, args.judge_url, "sections", args.judge_cache, args.simulator_concurrency, args.simulator_timeout,
                                  args.simulator_max_tokens, role=role)
     try:
@@ -127,15 +127,16 @@ def plain(text):
 
 
 def parse_abilities(text, replies):
-    """{ability: [grade, evidence]}; the evidence must be words that the agent said."""
+    """{ability: [grade, evidence]}; the evidence must be words that the agent said, if it said any."""
     lines = fields(text, "|".join(ABILITIES), lambda name: " ".join(name.split()).title())
     said, found = [plain(form) for reply in replies for form in (reply, simulator.quoted(reply))], {}       # as said, and as the judge read it
     for ability in ABILITIES:
         grade = number(lines.get(ability, ""), 1, 5)
         quote = re.search(r"[\"“「«](.+)[\"”」»]", lines[ability])
-        if grade != int(grade) or not quote or not plain(quote[1]).strip() or not any(plain(quote[1]) in reply for reply in said):
+        shown = quote and plain(quote[1]).strip() and any(plain(quote[1]) in reply for reply in said)
+        if grade != int(grade) or any(reply.strip() for reply in said) and not shown:
             raise Unusable(f"{ability}: no whole grade with words that the agent said")
-        found[ability] = [int(grade), quote[1]]
+        found[ability] = [int(grade), quote[1] if quote else ""]
     return found
 
 

@@ -651,8 +651,8 @@ def load_policy(path, weights=True, device=""):
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if weights else None
         model and model.to(device or best_device())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: no model could be loaded ({str(error).splitlines()[0]})") from None
+    except Exception as error:                       # a foreign folder can hold anything: each library has errors of its own
+        raise ValueError(f"{path}: no model could be loaded ({(str(error) or type(error).__name__).splitlines()[0]})") from None
     if not tokenizer.chat_template:
         raise ValueError(f"{path}: the tokenizer has no chat template; use an instruct model")
     return model, tokenizer

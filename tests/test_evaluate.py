@@ -95,7 +95,7 @@ def test_half_zeros_and_half_hundreds_have_a_standard_error_of_5_points():
     result = evaluate.summarize(finals([0] * 50 + [100] * 50))
     assert (result["score"], result["success"], result["failure"], result["n"]) == (50, 50, 50, 100)
     assert result["score_se"] == pytest.approx(statistics.stdev([0] * 50 + [100] * 50) / 10) == pytest.approx(5.03, abs=0.01)
-    assert result["score_ci"] == pytest.approx([40.15, 59.85], abs=0.01)
+    assert result["score_ci"] == pytest.approx([40.03, 59.97], abs=0.01)        # t of 99 degrees: 1.984
     assert result["success_ci"] == result["failure_ci"] == pytest.approx([40.38, 59.62], abs=0.01)  # Wilson, 50 of 100
 
 

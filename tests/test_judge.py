@@ -182,7 +182,7 @@ def flags(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "judge-key")
     monkeypatch.setenv("SIMULATOR_API_KEY", "simulator-key")
     monkeypatch.setattr(simulator.time, "sleep", lambda seconds: None)
-    return types.SimpleNamespace(judge="m", judge_url="", simulator_url="", judge_cache="", simulator_concurrency=2, simulator_timeout=1.0,
+    return types.SimpleNamespace(judge="m", judge_url="", simulator="llm", simulator_url="", judge_cache="", simulator_concurrency=2, simulator_timeout=1.0,
                                  simulator_max_tokens=99)
 
 

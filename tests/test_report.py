@@ -39,7 +39,7 @@ def talks():
     """Three dialogues that differ in wish, end and words."""
     happy = dialogue([50, 60, 70, 80, 90, 100], "exam/praise", "satisfied", opening="I passed the exam.", max_turns=9)
     sad = dialogue([30, 20, 10, 0], "coat/empathy", "gave_up", opening="I lost a coat.", intention="empathy", max_turns=9)
-    lost = dialogue([45], "van/advice", "simulator_failed", opening="The van broke.", intention="advice", error="the endpoint fell silent")
+    lost = dialogue([45], "van/advice", "simulator_failed", opening="The van broke.", intention="advice", error="the endpoint fell silent", max_turns=9)
     happy["turns"][0] |= {"thought": "I hear pride. They need praise.", "reply": "You did so well, lighthouse."}
     return [happy, sad, lost]
 

@@ -837,6 +837,11 @@ def test_a_policy_that_cannot_be_loaded_or_has_no_chat_template_is_refused_in_on
         assert "\n" not in str(error.value)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer_config.json").write_text("{}")
+    model.save_pretrained(tmp_path / "cut")
+    tokenizer.save_pretrained(tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").write_bytes((tmp_path / "cut" / "model.safetensors").read_bytes()[:1000])    # a download broke off
+    with pytest.raises(ValueError, match="cut: no model could be loaded"):
+        load_policy(tmp_path / "cut")
     with pytest.raises(ValueError, match="no model could be loaded") as error:
         load_policy(str(tmp_path / "broken"))
     assert "\n" not in str(error.value)
