@@ -613,7 +613,7 @@ def load_weights(run, policy, critic):
     if not paths:
         if broken := [path.name for path in (run / "checkpoints").glob("step-*[0-9]")]:
             raise ValueError(f"{run}: no checkpoint is whole ({broken[0]} lacks trainer/state.pt); start again under another --name")
-        (run / "metrics.jsonl").unlink(missing_ok=True)
+        forget_after(run, 0)
         return None
     if (adapter := paths[-1] / "adapter" / "adapter_model.safetensors").exists():
         found = load_file(adapter)
@@ -623,6 +623,17 @@ def load_weights(run, policy, critic):
     if critic is not None:
         critic.load_state_dict(tensors["critic"])
     return tensors
+
+
+def forget_after(run, step):
+    """Drop the numbers and dialogues of steps after `step`: they belong to weights that are lost."""
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines()[:step] if log.exists() else []
+    write_whole(log, "".join(line + "\n" for line in lines)) if lines else log.unlink(missing_ok=True)
+    for kind in ("step", "held-out"):
+        for path in (run / "transcripts").glob(f"{kind}-*.jsonl"):
+            if path.name > f"{kind}-{step:06d}.jsonl":
+                path.unlink(missing_ok=True)
 
 
 def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
@@ -636,9 +647,8 @@ def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
     torch.set_rng_state(tensors["torch_rng"])
     sampler.restore(state["sampler"])
     restore_random(rng, state["rng"])
-    log = run / "metrics.jsonl"
     if ppo.ranks()[0] == 0:
-        write_whole(log, "".join(line + "\n" for line in log.read_text().splitlines()[:state["step"]]))
+        forget_after(run, state["step"])
     return state["step"], state["best"] and tuple(state["best"]), state["weight_version"]
 
 

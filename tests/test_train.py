@@ -403,6 +403,23 @@ def test_a_second_interrupt_exits_at_once():
     assert done.returncode == 130 and done.stdout == "" and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("checkpoint", [2, 0])
+def test_a_resume_forgets_the_numbers_and_dialogues_of_the_steps_after_its_checkpoint(here, policy, checkpoint):
+    few = here / "few.jsonl"
+    few.write_text("".join((PROMPTS / "en" / "valid.jsonl").read_text().splitlines(True)[:1]))
+    folder = run(policy, "run", "--save-every", "2", "--lr-end", "1", "--eval-scenarios", str(few), steps=4)
+    old = transcripts(folder)
+    assert len(old) == 6                                                     # four steps, two evaluations
+    (folder / "transcripts" / "notes.jsonl").write_text("mine")
+    for step in {4, 2} - {checkpoint}:
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")           # as if killed before it was written
+    train.main(["--resume", str(folder), "--steps", "3", "--override", "steps"])
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
+    new = transcripts(folder)
+    assert sorted(new) == ["held-out-000002.jsonl", "held-out-000003.jsonl", "notes.jsonl", *(f"step-{k:06d}.jsonl" for k in (1, 2, 3))]
+    assert all(new[name] == old[name] for name in ("held-out-000002.jsonl", "step-000001.jsonl", "step-000002.jsonl"))
+
+
 def test_a_resume_refuses_other_flags_by_name_unless_override_lists_them(here, policy):
     folder = run(policy, "run", steps=2)
     with pytest.raises(ValueError, match="--lr 0.0006, not 0.01.*--override lr") as error:
