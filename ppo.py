@@ -69,14 +69,16 @@ def turn_deltas(dialogue, format_reward=True):
     return [min(0.0, r) if format_reward and not turn.format_ok else r for r, turn in zip(deltas, dialogue.turns)]
 
 
+REWARDS = {"final": turn_rewards, "delta": turn_deltas}            # by --reward
+
+
 def make_batch(dialogues, format_reward=True, reward="final"):
     """Flatten played dialogues. Dialogues whose simulator failed hold no reward and are left out."""
-    rewards = turn_deltas if reward == "delta" else turn_rewards
     dialogues = [d for d in dialogues if not d.failed]
     turns = [turn for d in dialogues for turn in d.turns]
     tokens = [sum(len(turn.ids) for turn in d.turns) for d in dialogues]
     return Batch(dialogues, [len(turn.ids) for turn in turns], [len(d.turns) for d in dialogues],
-                 torch.tensor([r for d in dialogues for r in rewards(d, format_reward)]),
+                 torch.tensor([r for d in dialogues for r in REWARDS[reward](d, format_reward)]),
                  torch.tensor([logprob for turn in turns for logprob in turn.logprobs]),
                  tokens)
 

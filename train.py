@@ -49,7 +49,7 @@ from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_
 # The embedded preset: what differs from the paper, and only that. A model of 0.6M parameters learns at another scale.
 TINY = dict(steps=36, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
             critic_lr=1e-3, warmup_steps=4, lr_end=0.3, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, kl_coef=0.15,
-            critic_values="turn", critic_warmup=1, tokens_per_batch=8192, save_every=12)
+            critic_values="turn", critic_warmup=1, critic_lr_warmup=0, tokens_per_batch=8192, save_every=12)
 TINY_PLAIN = dict(steps=60)             # without thoughts a step costs half and teaches less
 
 
@@ -137,6 +137,7 @@ def parse_args(argv=None):
     add(critic, "--critic-values", "token", "token: a value before each agent token; turn: one a turn, read on the trunk alone",
         choices=("token", "turn"))
     add(critic, "--critic-warmup", 0, "first steps that train the critic only, released code")
+    add(critic, "--critic-lr-warmup", 50, "steps of linear warm-up of the critic's learning rate, released script")
     group = parser.add_argument_group("GRPO")
     add(group, "--std", True, "divide by the group's standard deviation; off = Dr. GRPO", action=argparse.BooleanOptionalAction)
     parser.add_argument("--preset", choices=("auto", "paper", "tiny"), default="auto",
@@ -262,7 +263,8 @@ def main(argv=None):
                                      train_policy=args.algo == "grpo" or step >= args.critic_warmup)
             engine.sync(plain_weights(policy) if separate else ())
             seconds["update"] = time.perf_counter() - updated
-            metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version}
+            metrics = {"step": step + 1, **outcome(dialogues, args.format_reward, args.reward), **metrics, "lr": lr,
+                       "weight_version": engine.weight_version}
             stopping = bool(ppo.over_ranks(torch.tensor([len(caught)]), "max").item())
             saving = stopping or (step + 1) % args.save_every == 0 or step + 1 == args.steps
             if saving and held_out:
@@ -462,28 +464,30 @@ def plain_weights(policy):
 
 
 def set_learning_rates(optimizers, args, step):
-    """Linear warm-up over --warmup-steps, then linear to --lr-end of the peak at the last step. Returns the policy's."""
-    warm = min(1.0, (step + 1) / max(1, args.warmup_steps))                    # the first step learns, unlike theirs
+    """Policy: linear warm-up over --warmup-steps, then linear to --lr-end of the peak at the last step. Critic: its own warm-up, then
+    constant. Returns the policy's."""
+    warm = lambda steps: min(1.0, (step + 1) / max(1, steps))                  # the first step learns, unlike theirs
     decay = 1 - (1 - args.lr_end) * step / max(1, args.steps - 1)
     for name, optimizer in optimizers.items():
-        peak = args.lr if name == "policy" else args.critic_lr
+        lr = args.lr * (warm(args.warmup_steps) * decay) if name == "policy" else args.critic_lr * warm(args.critic_lr_warmup)
         for group in optimizer.param_groups:
-            group["lr"] = peak * (warm * decay if name == "policy" else 1.0)
-    return args.lr * warm * decay
+            group["lr"] = lr
+    return args.lr * warm(args.warmup_steps) * decay
 
 
-def outcome(dialogues):
-    """What happened in the step's dialogues: points, percentages, tokens. Failed dialogues are only counted."""
+def outcome(dialogues, format_reward=True, reward="final"):
+    """What happened in the step's dialogues: points, percentages, tokens; rewards as make_batch() gives them. Failed dialogues
+    are only counted."""
     played = [d for d in dialogues if not d.failed]
     turns = [turn for d in played for turn in d.turns]
     share = lambda hits, total: 100 * hits / max(1, total)
     flags = Counter(flag for turn in turns for flag in turn.reaction.flags)
     repeats = sum(turn.reply in {earlier.reply for earlier in d.turns[:k]} for d in played for k, turn in enumerate(d.turns))
-    rewards = [r for d in played for r in ppo.turn_rewards(d, False)], [r for d in played for r in ppo.turn_rewards(d, True)]
+    raw, gated = ([r for d in played for r in ppo.REWARDS[reward](d, checked)] for checked in (False, format_reward))
     mean = lambda values: sum(values) / max(1, len(values))
     return {"dialogues": len(played), "failed": len(dialogues) - len(played), "emotion": mean([d.emotion for d in played]),
             "success": share(sum(d.emotion >= 100 for d in played), len(played)), "failure": share(sum(d.emotion < 10 for d in played), len(played)),
-            "reward_raw": mean(rewards[0]), "reward_gated": mean(rewards[1]), "turns": mean([len(d.turns) for d in played]),
+            "reward_raw": mean(raw), "reward_gated": mean(gated), "turns": mean([len(d.turns) for d in played]),
             "format_rate": share(sum(t.format_ok for t in turns), len(turns)),
             "truncated": share(sum(t.finish == "length" for t in turns), len(turns)),
             "repeat_rate": share(repeats, len(turns)), "response_len": mean([len(t.ids) for t in turns]),

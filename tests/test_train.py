@@ -1,6 +1,7 @@
 """train.py: flags, the loop's run folder, resume, equal runs, who talks when. Every run here is of a random 50k-parameter model."""
 import argparse
 import copy
+import itertools
 import json
 import math
 import os
@@ -132,7 +133,8 @@ def test_every_setting_of_the_tiny_preset_is_a_flag_and_is_used_by_default():
 def test_the_papers_numbers_are_the_defaults():
     paper = train.parse_args(["--model", "M"])
     expected = dict(lr=1e-6, critic_lr=5e-6, start_emotion=30, max_turns=8, dialogues_per_step=32, group_size=4, temperature=1.0, clip_eps=0.2,
-                    value_clip=0.5, ent_coef=0.001, kl_coef=0.0, gamma=1.0, gae_lambda=1.0, lr_end=1.0, gae="turn", format_reward=True, epochs=1)
+                    value_clip=0.5, ent_coef=0.001, kl_coef=0.0, gamma=1.0, gae_lambda=1.0, lr_end=1.0, gae="turn", format_reward=True, epochs=1,
+                    warmup_steps=20, critic_lr_warmup=50)
     assert {name: getattr(paper, name) for name in expected} == expected
 
 
@@ -598,7 +600,7 @@ def test_a_run_has_a_name_of_its_algorithm_mode_and_seed(here, policy):
 
 def rates(steps, **args):
     """(policy, critic) learning rates of each step, and what set_learning_rates returns."""
-    args = argparse.Namespace(**{"lr": 8.0, "critic_lr": 3.0, "warmup_steps": 1, "lr_end": 1.0, "steps": steps} | args)
+    args = argparse.Namespace(**{"lr": 8.0, "critic_lr": 3.0, "warmup_steps": 1, "critic_lr_warmup": 0, "lr_end": 1.0, "steps": steps} | args)
     optimizers = {name: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=99.0) for name in ("policy", "critic")}
     found = []
     for step in range(steps):
@@ -624,8 +626,9 @@ def test_the_learning_rate_falls_in_a_line_to_its_share_at_the_last_step():
     assert rates(1, lr_end=0.4, warmup_steps=4)[0][0] == pytest.approx(2)    # a run of one step
 
 
-def test_the_critics_learning_rate_is_constant():
+def test_the_critics_learning_rate_has_its_own_warm_up_and_is_then_constant():
     assert [critic for _, critic in rates(5, warmup_steps=3, lr_end=0.1)] == [3.0] * 5
+    assert [critic for _, critic in rates(5, critic_lr_warmup=3, lr_end=0.1)] == pytest.approx([1, 2, 3, 3, 3])
 
 
 def settings_of(**changed):
@@ -696,6 +699,26 @@ def test_the_outcome_of_a_step_by_hand():
     assert found["format_rate"] == pytest.approx(100 * 5 / 6) and found["truncated"] == pytest.approx(50)
     assert found["repeat_rate"] == pytest.approx(100 * 2 / 6) and found["flag_right"] == pytest.approx(100)
     assert all(math.isfinite(value) for value in train.outcome([]).values())
+
+
+def test_the_logged_rewards_are_those_that_are_trained():
+    dialogues = [played([50, 100], ["a", "b"], end_reason="satisfied"), played([5], ["a"], format_ok=False, end_reason="gave_up"),
+                 played([90], ["a"], end_reason="simulator_failed")]
+    logged = lambda *how: [train.outcome(dialogues, *how)[name] for name in ("reward_raw", "reward_gated")]
+    assert logged(True, "final") == pytest.approx([(1 + 1 + 0.05) / 3, (1 + 1 + 0) / 3])
+    assert logged(False, "final") == pytest.approx([(1 + 1 + 0.05) / 3] * 2)                 # --no-format-reward: nothing is gated
+    assert logged(True, "delta") == pytest.approx([(0.5 + 0.5 + 0.05) / 3, (0.5 + 0.5 + 0) / 3])
+    for how in itertools.product((True, False), ("final", "delta")):
+        assert logged(*how)[1] == pytest.approx(ppo.make_batch(dialogues, *how).turn_rewards.mean().item())
+
+
+@pytest.mark.parametrize("more", [("--reward", "delta"), ("--no-format-reward",)])
+def test_a_run_logs_the_rewards_that_its_flags_train(here, policy, monkeypatch, more):
+    batches, make = [], ppo.make_batch
+    monkeypatch.setattr(ppo, "make_batch", lambda *args: batches.append(make(*args)) or batches[-1])
+    row, = metrics(run(policy, "run", "--think", *more, steps=1))
+    assert row["reward_gated"] == pytest.approx(batches[0].turn_rewards.mean().item())
+    assert (row["reward_gated"] < row["reward_raw"]) == ("delta" in more)                    # a random model never keeps the format
 
 
 def test_a_run_that_cannot_learn_says_which_setting_to_change(capsys):
