@@ -277,7 +277,7 @@ def estimate(critic, batch, cfg):
         lengths = batch.turn_lengths
     else:
         lengths = batch.tokens
-        if cfg.reward == "final":                                  # one stream: R once, on the dialogue's last token
+        if cfg.reward == "final":                                  # one stream: the last turn's r once, on the dialogue's last token
             last = torch.tensor(lengths).cumsum(0) - 1
             rewards = torch.zeros_like(rewards).index_copy(0, last, rewards[last])
     advantages, returns = compute_gae(rewards, values, lengths, cfg.gamma, cfg.gae_lambda)

@@ -8,6 +8,7 @@ Run: python train.py --algo ppo --think          # no GPU, no key, no download: 
 """
 import argparse
 import copy
+import importlib
 import json
 import math
 import os
@@ -113,7 +114,7 @@ def parse_args(argv=None):
     add(learn, "--clip-eps", 0.2, "clip of the ratio, PPO Eq. 7, released code")
     add(learn, "--clip-high", 0.0, "how far the ratio may rise, 0 = --clip-eps; DAPO, arXiv 2503.14476")
     add(learn, "--reward", "final", "final: every turn earns the final emotion, released code; delta: what it changed, credited to it and the "
-        "turns before it (paper 2.1's e_t; PPO then takes --gae dialogue)", choices=("final", "delta"))
+        "turns before it (paper 2.1's e_t)", choices=("final", "delta"))
     add(learn, "--loss-norm", "token", "policy loss averaged over agent tokens, released code, or dialogue by dialogue",
         choices=("token", "dialogue"))
     add(learn, "--imitation-coef", 0.0, "weight of the reward-weighted imitation loss -R log pi, paper 2.2 (in no released code)")
@@ -131,8 +132,8 @@ def parse_args(argv=None):
     critic = parser.add_argument_group("PPO")
     add(critic, "--gamma", 1.0, "discount, released code")
     add(critic, "--gae-lambda", 1.0, "GAE lambda, released code")
-    add(critic, "--gae", "turn", "turn: every turn is a segment that earns the final reward (paper); dialogue: one stream, one reward",
-        choices=("turn", "dialogue"))
+    add(critic, "--gae", "", "turn: every turn is a segment that earns the final reward (paper); dialogue: one stream that earns it once, at the "
+        "last turn, so the format of that turn alone counts; empty = turn, or dialogue with --reward delta", choices=("turn", "dialogue"))
     add(critic, "--value-clip", 0.5, "clip of the value's change, released code")
     add(critic, "--critic-values", "token", "token: a value before each agent token; turn: one a turn, read on the trunk alone",
         choices=("token", "turn"))
@@ -168,8 +169,19 @@ def check_args(args):
         raise ValueError(f"--tensor-parallel {parallel} needs --engine vllm and torchrun --nproc-per-node with a multiple of it, not {ranks}")
     if args.temperature <= 0:
         raise ValueError("--temperature must be above 0: RL needs sampled replies")
-    if args.reward == "delta" and args.algo == "ppo":
-        args.gae = "dialogue"
+    for name in ("lr", "critic_lr"):
+        if not getattr(args, name) > 0:                            # NaN is refused too
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
+    if args.name in (".", "..") or "/" in args.name:
+        raise ValueError(f"--name {args.name}: one folder name is needed, the run goes to runs/NAME")
+    if args.tracker != "none":
+        try:
+            importlib.import_module("torch.utils.tensorboard" if args.tracker == "tensorboard" else "wandb")
+        except ImportError:
+            raise ValueError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}") from None
+    if args.reward == "delta" and args.algo == "ppo" and args.gae == "turn":
+        raise ValueError("--reward delta needs --gae dialogue with PPO: within its own turn no token is credited with what follows")
+    args.gae = args.gae or ("dialogue" if args.reward == "delta" else "turn")
     if args.algo == "grpo" and args.group_size < 2:
         raise ValueError("--group-size must be at least 2: GRPO compares the dialogues of a group")
     if args.algo == "grpo" and args.dialogues_per_step % args.group_size:
@@ -197,10 +209,10 @@ def main(argv=None):
     newest = checkpoints(run)[-1:] if args.resume else []
     home = "cpu" if world > 1 else best_device()                     # where many ranks shard a model no GPU ever holds all of it
     policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0], device=home)
+    chat = ChatTokens(tokenizer)
     ref_policy = load_policy(args.model, device=home)[0].eval() if args.kl_coef else None
     for model in filter(None, (policy, ref_policy)):
         ppo.check_model(model, args.think)
-    chat = ChatTokens(tokenizer)
     engine = make_engine(args.engine, newest[0] if newest else args.model,
                          copy.deepcopy(policy).to(best_device()) if world > 1 and not uses_vllm(args.engine) else policy, chat.end_ids,
                          args.max_new_tokens, args.temperature, max_context=args.max_context or None, memory=args.engine_memory,
@@ -386,17 +398,14 @@ def catch_signals():
 
 def tracker(args, run):
     """A function that sends one step's metrics to --tracker."""
-    try:
-        if args.tracker == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-            writer = SummaryWriter(run)
-            return lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()] and writer.flush()
-        if args.tracker == "wandb":
-            import wandb
-            wandb.init(project="rlver", name=run.name, dir=run, config=vars(args), resume="allow", id=run.name)
-            return lambda metrics: wandb.log(metrics, step=metrics["step"])
-    except ImportError:
-        raise ValueError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}") from None
+    if args.tracker == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(run)
+        return lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()] and writer.flush()
+    if args.tracker == "wandb":
+        import wandb
+        wandb.init(project="rlver", name=run.name, dir=run, config=vars(args), resume="allow", id=run.name)
+        return lambda metrics: wandb.log(metrics, step=metrics["step"])
     return lambda metrics: None
 
 

@@ -159,6 +159,9 @@ def test_the_tiny_preset_can_be_given_with_another_model():
     (["--dialogues-per-step", "0"], "--dialogues-per-step"), (["--save-every", "0"], "--save-every"), (["--minibatches", "-1"], "--minibatches"),
     (["--start-emotion", "9"], "--start-emotion"), (["--start-emotion", "100"], "--start-emotion"),
     (["--temperature", "0"], "--temperature"), (["--temperature", "-1"], "--temperature"),
+    (["--lr", "0"], "--lr must be above 0"), (["--lr", "nan"], "--lr"), (["--critic-lr", "-0.001"], "--critic-lr must be above 0"),
+    (["--name", "a/b"], "--name a/b"), (["--name", "."], "--name ."), (["--name", ".."], "--name .."), (["--name", "/tmp"], "--name /tmp"),
+    (["--reward", "delta", "--gae", "turn"], "--gae dialogue"),
     (["--scenarios", "no/such/file.jsonl"], "no/such/file.jsonl"),
     (["--resume", "runs/none"], "runs/none"),
 ])
@@ -169,6 +172,22 @@ def test_what_cannot_work_is_refused_in_one_line_before_a_model_is_loaded(here, 
         train.main(argv)
     assert says in str(error.value) and "\n" not in str(error.value)
     assert list(here.iterdir()) == []                                        # nothing was written
+
+
+def test_deltas_flow_over_the_whole_dialogue_and_the_papers_reward_within_each_turn_unless_told_otherwise():
+    gae = lambda *argv: train.parse_args(list(argv)).gae
+    assert (gae(), gae("--reward", "delta")) == ("turn", "dialogue")
+    assert (gae("--gae", "dialogue"), gae("--gae", "dialogue", "--reward", "delta"), gae("--gae", "turn")) == ("dialogue", "dialogue", "turn")
+    assert gae("--algo", "grpo", "--reward", "delta", "--gae", "turn") == "turn"             # GRPO has no GAE: nothing to refuse
+
+
+def test_a_model_whose_template_cannot_carry_a_dialogue_is_refused_and_leaves_no_run_folder(here, policy):
+    shutil.copytree(policy, here / "gemma")
+    (here / "gemma" / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
+    for _ in range(2):                                                       # and the second try does not say "exists"
+        with pytest.raises(ValueError, match="gemma.*System role not supported") as error:
+            run(here / "gemma", "run")
+        assert "\n" not in str(error.value) and not Path("runs").exists()
 
 
 def scenario_file(path, *with_script):
@@ -494,8 +513,10 @@ def test_three_updates_without_a_number_stop_the_run_in_one_line_and_its_checkpo
 
 def test_a_tracker_that_is_not_installed_is_refused_and_one_that_is_gets_every_number(here, policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(train.sft, "cached_tiny", lambda *args: pytest.fail("a model was built first"))
     with pytest.raises(ValueError, match="pip install wandb"):
-        run(policy, "none", "--tracker", "wandb", steps=1)
+        train.main(["--tracker", "wandb"])
+    assert list(here.iterdir()) == []
     logged = []
     fake = type(sys)("wandb")
     fake.init, fake.log = lambda **how: logged.append(how["name"]), lambda row, step: logged.append((step, row["emotion"]))
