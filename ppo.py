@@ -6,7 +6,10 @@ Source: RLVER (arXiv 2507.03112) sec. 2-3, app. B.3; PPO (1707.06347) Eq. 7, 11-
 Differs from the paper or its released code in:
   1) a malformed turn gets reward 0, as paper 2.3 says; the released code has no such check;
   2) losses are normalised by the agent tokens of the whole minibatch, so its split into micro-batches changes nothing;
-  3) the critic can read one value per turn, at its header (values="turn"; the embedded preset), instead of one per token.
+  3) the critic can read one value per turn, at its header (values="turn"; the embedded preset), instead of one per token;
+  4) the critic starts as V = 0.3 everywhere, the reward of a dialogue that leaves its user at the starting 30 points (theirs: with
+     the head of whatever model its user names);
+  5) one optimizer step a rollout by default; theirs makes about 8 with thinking, because its minibatch of 32 counts turns there.
 Shapes: N agent tokens of the step, n of a micro-batch, B rows of T tokens, V vocabulary, K turns.
 Run: python train.py --algo ppo --think --preset tiny
 """
@@ -213,7 +216,7 @@ class Critic(torch.nn.Module):
         self.model, self.values = copy.deepcopy(policy), values
         self.model.set_output_embeddings(torch.nn.Linear(policy.config.hidden_size, 1, device=policy.device))
         torch.nn.init.zeros_(self.model.get_output_embeddings().weight)
-        torch.nn.init.constant_(self.model.get_output_embeddings().bias, 0.3)
+        torch.nn.init.constant_(self.model.get_output_embeddings().bias, 0.3)            # 30 points, where a dialogue starts
 
     def forward(self, micro):
         with compute_dtype(self.model):

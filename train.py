@@ -110,7 +110,7 @@ def parse_args(argv=None):
     add(learn, "--weight-decay", 0.01, "AdamW weight decay, released code")
     add(learn, "--max-grad-norm", 1.0, "gradient clip of policy and critic, released code")
     add(learn, "--epochs", 1, "passes over a step's dialogues, released code")
-    add(learn, "--minibatches", 1, "optimizer steps an epoch, dialogues split evenly")
+    add(learn, "--minibatches", 1, "optimizer steps an epoch, dialogues split evenly; released code: 1, with --think about 8")
     add(learn, "--clip-eps", 0.2, "clip of the ratio, PPO Eq. 7, released code")
     add(learn, "--clip-high", 0.0, "how far the ratio may rise, 0 = --clip-eps; DAPO, arXiv 2503.14476")
     add(learn, "--reward", "final", "final: every turn earns the final emotion, released code; delta: what it changed, credited to it and the "
