@@ -6,7 +6,10 @@ Source: RLVER (arXiv 2507.03112) sec. 2-3, app. B.3; PPO (1707.06347) Eq. 7, 11-
 Differs from the paper or its released code in:
   1) a malformed turn gets reward 0, as paper 2.3 says; the released code has no such check;
   2) losses are normalised by the agent tokens of the whole minibatch, so its split into micro-batches changes nothing;
-  3) the critic can read one value per turn, at its header (values="turn"; the embedded preset), instead of one per token.
+  3) the critic can read one value per turn, at its header (values="turn"; the embedded preset), instead of one per token;
+  4) the critic starts as V = 0.3 everywhere, the reward of a dialogue that leaves its user at the starting 30 points (theirs: with
+     the head of whatever model its user names);
+  5) one optimizer step a rollout by default; theirs makes about 8 with thinking, because its minibatch of 32 counts turns there.
 Shapes: N agent tokens of the step, n of a micro-batch, B rows of T tokens, V vocabulary, K turns.
 Run: python train.py --algo ppo --think --preset tiny
 """
@@ -69,14 +72,16 @@ def turn_deltas(dialogue, format_reward=True):
     return [min(0.0, r) if format_reward and not turn.format_ok else r for r, turn in zip(deltas, dialogue.turns)]
 
 
+REWARDS = {"final": turn_rewards, "delta": turn_deltas}            # by --reward
+
+
 def make_batch(dialogues, format_reward=True, reward="final"):
     """Flatten played dialogues. Dialogues whose simulator failed hold no reward and are left out."""
-    rewards = turn_deltas if reward == "delta" else turn_rewards
     dialogues = [d for d in dialogues if not d.failed]
     turns = [turn for d in dialogues for turn in d.turns]
     tokens = [sum(len(turn.ids) for turn in d.turns) for d in dialogues]
     return Batch(dialogues, [len(turn.ids) for turn in turns], [len(d.turns) for d in dialogues],
-                 torch.tensor([r for d in dialogues for r in rewards(d, format_reward)]),
+                 torch.tensor([r for d in dialogues for r in REWARDS[reward](d, format_reward)]),
                  torch.tensor([logprob for turn in turns for logprob in turn.logprobs]),
                  tokens)
 
@@ -211,7 +216,7 @@ class Critic(torch.nn.Module):
         self.model, self.values = copy.deepcopy(policy), values
         self.model.set_output_embeddings(torch.nn.Linear(policy.config.hidden_size, 1, device=policy.device))
         torch.nn.init.zeros_(self.model.get_output_embeddings().weight)
-        torch.nn.init.constant_(self.model.get_output_embeddings().bias, 0.3)
+        torch.nn.init.constant_(self.model.get_output_embeddings().bias, 0.3)            # 30 points, where a dialogue starts
 
     def forward(self, micro):
         with compute_dtype(self.model):
@@ -275,7 +280,7 @@ def estimate(critic, batch, cfg):
         lengths = batch.turn_lengths
     else:
         lengths = batch.tokens
-        if cfg.reward == "final":                                  # one stream: R once, on the dialogue's last token
+        if cfg.reward == "final":                                  # one stream: the last turn's r once, on the dialogue's last token
             last = torch.tensor(lengths).cumsum(0) - 1
             rewards = torch.zeros_like(rewards).index_copy(0, last, rewards[last])
     advantages, returns = compute_gae(rewards, values, lengths, cfg.gamma, cfg.gae_lambda)

@@ -27,6 +27,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -127,6 +128,19 @@ class ChatTokens:
         special = sorted({str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, special))) if special else None
         self.end_ids = sorted({tokenizer.eos_token_id} | ({tokenizer.convert_tokens_to_ids("<|im_end|>")} if "<|im_end|>" in special else set()))
+        self.check_template()
+
+    def check_template(self):
+        """Raise ValueError for a template that cannot carry a dialogue, before anything is sampled or paid for."""
+        try:
+            header = self.render(self._messages("A system prompt.", ["A message."]))
+            if re.search(r"<think>\s*$", header):
+                raise ValueError("the chat template opens <think> itself, so no reply would be well-formed; "
+                                 "give the tokenizer a template that leaves <think> to the model")
+            self.after("A system prompt.", ["A message.", "A reply.", "Another message."])
+        except (TemplateError, ValueError) as error:                     # a template's own complaint: "System role not supported"
+            raise ValueError(f"{self.tokenizer.name_or_path or 'this model'}: no dialogue of system prompt, user and replies fits it "
+                             f"({' '.join(str(error).split())})") from None
 
     def render(self, messages):
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -8,6 +8,7 @@ Run: python train.py --algo ppo --think          # no GPU, no key, no download: 
 """
 import argparse
 import copy
+import importlib
 import json
 import math
 import os
@@ -49,7 +50,7 @@ from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_
 # The embedded preset: what differs from the paper, and only that. A model of 0.6M parameters learns at another scale.
 TINY = dict(steps=36, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
             critic_lr=1e-3, warmup_steps=4, lr_end=0.3, adam_beta2=0.95, weight_decay=0.0, minibatches=4, ent_coef=0.0, kl_coef=0.15,
-            critic_values="turn", critic_warmup=1, tokens_per_batch=8192, save_every=12)
+            critic_values="turn", critic_warmup=1, critic_lr_warmup=0, tokens_per_batch=8192, save_every=12)
 TINY_PLAIN = dict(steps=60)             # without thoughts a step costs half and teaches less
 
 
@@ -107,11 +108,11 @@ def parse_args(argv=None):
     add(learn, "--weight-decay", 0.01, "AdamW weight decay, released code")
     add(learn, "--max-grad-norm", 1.0, "gradient clip of policy and critic, released code")
     add(learn, "--epochs", 1, "passes over a step's dialogues, released code")
-    add(learn, "--minibatches", 1, "optimizer steps an epoch, dialogues split evenly")
+    add(learn, "--minibatches", 1, "optimizer steps an epoch, dialogues split evenly; released code: 1, with --think about 8")
     add(learn, "--clip-eps", 0.2, "clip of the ratio, PPO Eq. 7, released code")
     add(learn, "--clip-high", 0.0, "how far the ratio may rise, 0 = --clip-eps; DAPO, arXiv 2503.14476")
     add(learn, "--reward", "final", "final: every turn earns the final emotion, released code; delta: what it changed, credited to it and the "
-        "turns before it (paper 2.1's e_t; PPO then takes --gae dialogue)", choices=("final", "delta"))
+        "turns before it (paper 2.1's e_t)", choices=("final", "delta"))
     add(learn, "--loss-norm", "token", "policy loss averaged over agent tokens, released code, or dialogue by dialogue",
         choices=("token", "dialogue"))
     add(learn, "--imitation-coef", 0.0, "weight of the reward-weighted imitation loss -R log pi, paper 2.2 (in no released code)")
@@ -129,12 +130,13 @@ def parse_args(argv=None):
     critic = parser.add_argument_group("PPO")
     add(critic, "--gamma", 1.0, "discount, released code")
     add(critic, "--gae-lambda", 1.0, "GAE lambda, released code")
-    add(critic, "--gae", "turn", "turn: every turn is a segment that earns the final reward (paper); dialogue: one stream, one reward",
-        choices=("turn", "dialogue"))
+    add(critic, "--gae", "", "turn: every turn is a segment that earns the final reward (paper); dialogue: one stream that earns it once, at the "
+        "last turn, so the format of that turn alone counts; empty = turn, or dialogue with --reward delta", choices=("turn", "dialogue"))
     add(critic, "--value-clip", 0.5, "clip of the value's change, released code")
     add(critic, "--critic-values", "token", "token: a value before each agent token; turn: one a turn, read on the trunk alone",
         choices=("token", "turn"))
     add(critic, "--critic-warmup", 0, "first steps that train the critic only, released code")
+    add(critic, "--critic-lr-warmup", 50, "steps of linear warm-up of the critic's learning rate, released script")
     group = parser.add_argument_group("GRPO")
     add(group, "--std", True, "divide by the group's standard deviation; off = Dr. GRPO", action=argparse.BooleanOptionalAction)
     parser.add_argument("--preset", choices=("auto", "paper", "tiny"), default="auto",
@@ -165,8 +167,19 @@ def check_args(args):
         raise ValueError(f"--tensor-parallel {parallel} needs --engine vllm and torchrun --nproc-per-node with a multiple of it, not {ranks}")
     if args.temperature <= 0:
         raise ValueError("--temperature must be above 0: RL needs sampled replies")
-    if args.reward == "delta" and args.algo == "ppo":
-        args.gae = "dialogue"
+    for name in ("lr", "critic_lr"):
+        if not getattr(args, name) > 0:                            # NaN is refused too
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
+    if args.name in (".", "..") or "/" in args.name:
+        raise ValueError(f"--name {args.name}: one folder name is needed, the run goes to runs/NAME")
+    if args.tracker != "none":
+        try:
+            importlib.import_module("torch.utils.tensorboard" if args.tracker == "tensorboard" else "wandb")
+        except ImportError:
+            raise ValueError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}") from None
+    if args.reward == "delta" and args.algo == "ppo" and args.gae == "turn":
+        raise ValueError("--reward delta needs --gae dialogue with PPO: within its own turn no token is credited with what follows")
+    args.gae = args.gae or ("dialogue" if args.reward == "delta" else "turn")
     if args.algo == "grpo" and args.group_size < 2:
         raise ValueError("--group-size must be at least 2: GRPO compares the dialogues of a group")
     if args.algo == "grpo" and args.dialogues_per_step % args.group_size:
@@ -194,10 +207,10 @@ def main(argv=None):
     newest = checkpoints(run)[-1:] if args.resume else []
     home = "cpu" if world > 1 else best_device()                     # where many ranks shard a model no GPU ever holds all of it
     policy, tokenizer = load_policy(args.model if args.lora_rank or not newest else newest[0], device=home)
+    chat = ChatTokens(tokenizer)
     ref_policy = load_policy(args.model, device=home)[0].eval() if args.kl_coef else None
     for model in filter(None, (policy, ref_policy)):
         ppo.check_model(model, args.think)
-    chat = ChatTokens(tokenizer)
     engine = make_engine(args.engine, newest[0] if newest else args.model,
                          copy.deepcopy(policy).to(best_device()) if world > 1 and not uses_vllm(args.engine) else policy, chat.end_ids,
                          args.max_new_tokens, args.temperature, max_context=args.max_context or None, memory=args.engine_memory,
@@ -260,7 +273,8 @@ def main(argv=None):
                                      train_policy=args.algo == "grpo" or step >= args.critic_warmup)
             engine.sync(plain_weights(policy) if separate else ())
             seconds["update"] = time.perf_counter() - updated
-            metrics = {"step": step + 1, **outcome(dialogues), **metrics, "lr": lr, "weight_version": engine.weight_version}
+            metrics = {"step": step + 1, **outcome(dialogues, args.format_reward, args.reward), **metrics, "lr": lr,
+                       "weight_version": engine.weight_version}
             stopping = bool(ppo.over_ranks(torch.tensor([len(caught)]), "max").item())
             saving = stopping or (step + 1) % args.save_every == 0 or step + 1 == args.steps
             if saving and held_out:
@@ -382,17 +396,14 @@ def catch_signals():
 
 def tracker(args, run):
     """A function that sends one step's metrics to --tracker."""
-    try:
-        if args.tracker == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-            writer = SummaryWriter(run)
-            return lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()] and writer.flush()
-        if args.tracker == "wandb":
-            import wandb
-            wandb.init(project="rlver", name=run.name, dir=run, config=vars(args), resume="allow", id=run.name)
-            return lambda metrics: wandb.log(metrics, step=metrics["step"])
-    except ImportError:
-        raise ValueError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}") from None
+    if args.tracker == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(run)
+        return lambda metrics: [writer.add_scalar(name, value, metrics["step"]) for name, value in metrics.items()] and writer.flush()
+    if args.tracker == "wandb":
+        import wandb
+        wandb.init(project="rlver", name=run.name, dir=run, config=vars(args), resume="allow", id=run.name)
+        return lambda metrics: wandb.log(metrics, step=metrics["step"])
     return lambda metrics: None
 
 
@@ -460,28 +471,30 @@ def plain_weights(policy):
 
 
 def set_learning_rates(optimizers, args, step):
-    """Linear warm-up over --warmup-steps, then linear to --lr-end of the peak at the last step. Returns the policy's."""
-    warm = min(1.0, (step + 1) / max(1, args.warmup_steps))                    # the first step learns, unlike theirs
+    """Policy: linear warm-up over --warmup-steps, then linear to --lr-end of the peak at the last step. Critic: its own warm-up, then
+    constant. Returns the policy's."""
+    warm = lambda steps: min(1.0, (step + 1) / max(1, steps))                  # the first step learns, unlike theirs
     decay = 1 - (1 - args.lr_end) * step / max(1, args.steps - 1)
     for name, optimizer in optimizers.items():
-        peak = args.lr if name == "policy" else args.critic_lr
+        lr = args.lr * (warm(args.warmup_steps) * decay) if name == "policy" else args.critic_lr * warm(args.critic_lr_warmup)
         for group in optimizer.param_groups:
-            group["lr"] = peak * (warm * decay if name == "policy" else 1.0)
-    return args.lr * warm * decay
+            group["lr"] = lr
+    return args.lr * warm(args.warmup_steps) * decay
 
 
-def outcome(dialogues):
-    """What happened in the step's dialogues: points, percentages, tokens. Failed dialogues are only counted."""
+def outcome(dialogues, format_reward=True, reward="final"):
+    """What happened in the step's dialogues: points, percentages, tokens; rewards as make_batch() gives them. Failed dialogues
+    are only counted."""
     played = [d for d in dialogues if not d.failed]
     turns = [turn for d in played for turn in d.turns]
     share = lambda hits, total: 100 * hits / max(1, total)
     flags = Counter(flag for turn in turns for flag in turn.reaction.flags)
     repeats = sum(turn.reply in {earlier.reply for earlier in d.turns[:k]} for d in played for k, turn in enumerate(d.turns))
-    rewards = [r for d in played for r in ppo.turn_rewards(d, False)], [r for d in played for r in ppo.turn_rewards(d, True)]
+    raw, gated = ([r for d in played for r in ppo.REWARDS[reward](d, checked)] for checked in (False, format_reward))
     mean = lambda values: sum(values) / max(1, len(values))
     return {"dialogues": len(played), "failed": len(dialogues) - len(played), "emotion": mean([d.emotion for d in played]),
             "success": share(sum(d.emotion >= 100 for d in played), len(played)), "failure": share(sum(d.emotion < 10 for d in played), len(played)),
-            "reward_raw": mean(rewards[0]), "reward_gated": mean(rewards[1]), "turns": mean([len(d.turns) for d in played]),
+            "reward_raw": mean(raw), "reward_gated": mean(gated), "turns": mean([len(d.turns) for d in played]),
             "format_rate": share(sum(t.format_ok for t in turns), len(turns)),
             "truncated": share(sum(t.finish == "length" for t in turns), len(turns)),
             "repeat_rate": share(repeats, len(turns)), "response_len": mean([len(t.ids) for t in turns]),
@@ -611,7 +624,7 @@ def load_weights(run, policy, critic):
     if not paths:
         if broken := [path.name for path in (run / "checkpoints").glob("step-*[0-9]")]:
             raise ValueError(f"{run}: no checkpoint is whole ({broken[0]} lacks trainer/state.pt); start again under another --name")
-        (run / "metrics.jsonl").unlink(missing_ok=True)
+        forget_after(run, 0)
         return None
     if (adapter := paths[-1] / "adapter" / "adapter_model.safetensors").exists():
         found = load_file(adapter)
@@ -621,6 +634,17 @@ def load_weights(run, policy, critic):
     if critic is not None:
         critic.load_state_dict(tensors["critic"])
     return tensors
+
+
+def forget_after(run, step):
+    """Drop the numbers and dialogues of steps after `step`: they belong to weights that are lost."""
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines()[:step] if log.exists() else []
+    write_whole(log, "".join(line + "\n" for line in lines)) if lines else log.unlink(missing_ok=True)
+    for kind in ("step", "held-out"):
+        for path in (run / "transcripts").glob(f"{kind}-*.jsonl"):
+            if path.name > f"{kind}-{step:06d}.jsonl":
+                path.unlink(missing_ok=True)
 
 
 def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
@@ -634,9 +658,8 @@ def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
     torch.set_rng_state(tensors["torch_rng"])
     sampler.restore(state["sampler"])
     restore_random(rng, state["rng"])
-    log = run / "metrics.jsonl"
     if ppo.ranks()[0] == 0:
-        write_whole(log, "".join(line + "\n" for line in log.read_text().splitlines()[:state["step"]]))
+        forget_after(run, state["step"])
     return state["step"], state["best"] and tuple(state["best"]), state["weight_version"]
 
 

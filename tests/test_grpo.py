@@ -133,6 +133,22 @@ def test_the_share_of_groups_that_teach_nothing_is_counted():
     assert advantages_of(rewards, [0, 0, 1, 1, 2, 3, 3])[1] == 0.75
 
 
+def test_a_group_of_equal_scores_whose_malformed_turns_are_pushed_down_is_not_counted_as_teaching_nothing():
+    # both score .3, so std is 0; within each dialogue the turns lie +-.3 around it, and that is the scale
+    advantages, silent = advantages_of([[0.6, 0.0], [0.0, 0.6], [0.5], [0.5]], [0, 0, 1, 1])
+    assert advantages == [pytest.approx([1, -1], rel=1e-4), pytest.approx([-1, 1], rel=1e-4), [0.0], [0.0]] and silent == 0.5
+
+
+@fixed
+@given(st.lists(groups_of_dialogues, min_size=1, max_size=3))
+def test_counted_are_exactly_the_groups_whose_advantages_are_all_0(groups):
+    rewards = [[emotion / 100 * held for held in turns] for group in groups for emotion, turns in group]
+    numbers = [g for g, group in enumerate(groups) for _ in group]
+    advantages, silent = advantages_of(rewards, numbers)
+    zero = [all(a == 0 for own, number in zip(advantages, numbers) if number == g for a in own) for g in range(len(groups))]
+    assert silent == pytest.approx(sum(zero) / len(groups))
+
+
 # ---- from dialogues to advantages ------------------------------------------------------------------------------------------
 
 def test_a_failed_dialogue_is_left_out_and_its_group_is_the_survivors():
@@ -224,14 +240,47 @@ def test_grpo_does_not_move_at_all_when_everybody_always_feels_the_same(byte_cha
 
 # ---- reward delta ------------------------------------------------------------------------------------------------------------
 
-def test_with_deltas_a_turn_is_credited_with_what_follows_it_against_the_groups_totals():
-    dialogues = [made([1, 1], [60, 90]), made([1], [30])]
-    batch = ppo.make_batch(dialogues, reward="delta")
-    advantages, *_ = grpo.estimate(None, batch, settings(std=False, reward="delta"))
-    # rewards to go: 0.9, 0.3 and 0.3; totals 0.9 and 0.3, mean 0.6
-    assert advantages.tolist() == pytest.approx([0.3, -0.3, -0.3])
-    scaled, *_ = grpo.estimate(None, batch, settings(reward="delta"))
-    assert scaled.tolist() == pytest.approx([a / (0.6 / math.sqrt(2) + 1e-6) for a in (0.3, -0.3, -0.3)], rel=1e-5)
+def deltas_of(emotions, std=True, ok=None):
+    """The advantages of one group's dialogues that felt these emotions, turn by turn; and the share of groups that teach nothing."""
+    batch = ppo.make_batch([made([1] * len(e), e, ok and ok[i]) for i, e in enumerate(emotions)], reward="delta")
+    advantages, _, _, metrics = grpo.estimate(None, batch, settings(std=std, reward="delta"))
+    return [part.tolist() for part in advantages.split(batch.turns)], metrics["frac_zero_std_groups"]
+
+
+def test_with_deltas_a_turn_is_compared_with_the_same_turn_of_the_groups_other_dialogues():
+    # to go: .9, .3 and .3; the first turns have mean .6; the second turn is alone, so it has nothing to be compared with
+    assert deltas_of([[60, 90], [30]], std=False)[0] == [pytest.approx([0.3, 0.0]), pytest.approx([-0.3])]
+    assert deltas_of([[60, 90], [30]])[0] == [pytest.approx([1.0, 0.0], rel=1e-4), pytest.approx([-1.0], rel=1e-4)]      # scale .3
+
+
+def test_with_deltas_a_late_turn_that_gains_as_much_as_the_others_is_not_pushed_down():
+    emotions = [[35, 45, 55, 65], [35, 45, 55, 60], [25, 35, 45, 55], [35, 45, 55, 70]]
+    # to go, turn 1: .65 .60 .55 .70, mean .625; turn 2: .30 .25 .30 .35, mean .30; turn 3: .20 .15 .20 .25; turn 4: .10 .05 .10 .15
+    expected = [[0.025, 0, 0, 0], [-0.025, -0.05, -0.05, -0.05], [-0.075, 0, 0, 0], [0.075, 0.05, 0.05, 0.05]]
+    assert sum(deltas_of(emotions, std=False)[0], []) == pytest.approx(sum(expected, []), abs=1e-6)
+    scale = math.sqrt((2 * 0.025 ** 2 + 2 * 0.075 ** 2 + 6 * 0.05 ** 2) / 16)                                # 0.0415
+    assert sum(deltas_of(emotions)[0], []) == pytest.approx([a / scale for a in sum(expected, [])], abs=1e-3)
+
+
+def test_with_deltas_a_malformed_gain_is_worse_than_the_same_gain_well_formed():
+    # turn 1 to go: .5 and .3, turn 2: .1 and -.1 - but the first dialogue's second gain of .1 was malformed, so .4 and 0
+    advantages, _ = deltas_of([[40, 50], [40, 30]], std=False, ok=[[True, False], [True, True]])
+    assert advantages == [pytest.approx([0.05, 0.05]), pytest.approx([-0.05, -0.05])]
+
+
+def test_with_deltas_a_group_that_felt_alike_and_a_dialogue_alone_teach_nothing():
+    assert deltas_of([[35, 45], [35, 45]]) == ([[0, 0], [0, 0]], 1) and deltas_of([[35, 80]]) == ([[0, 0]], 1)
+
+
+@fixed
+@given(st.lists(st.lists(points, min_size=1, max_size=8), min_size=2, max_size=4))
+def test_with_deltas_no_advantage_is_out_of_proportion_and_the_compared_ones_of_a_turn_sum_to_0(emotions):
+    advantages, _ = deltas_of(emotions)
+    # n numbers whose root mean square is 1 are at most sqrt n
+    compared = [column for k in range(8) if len(column := [a[k] for a in advantages if len(a) > k]) > 1]
+    assert all(math.isfinite(a) and abs(a) <= math.sqrt(sum(map(len, compared))) + 1e-4 for a in sum(advantages, [])), advantages
+    assert all(sum(column) == pytest.approx(0, abs=1e-4) for column in compared)
+    assert sum(abs(a) for a in sum(advantages, [])) == pytest.approx(sum(abs(a) for a in sum(compared, [])), abs=1e-5)    # the lone ones are 0
 
 
 def test_with_deltas_stopping_early_is_neither_rewarded_nor_punished():

@@ -196,6 +196,12 @@ def test_turns_and_whole_dialogues_give_the_same_advantages_when_nothing_is_disc
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("ok, earned", [([False, False, True], 0.8), ([True, True, False], 0.0)])
+def test_with_gae_dialogue_the_format_of_the_last_turn_alone_decides_what_all_turns_earn(ok, earned):
+    batch = ppo.make_batch([made([2, 2, 2], [50, 50, 80], ok=ok)])
+    assert ppo.estimate(Fixed([0.0] * 6), batch, settings(gae="dialogue"))[2].tolist() == pytest.approx([earned] * 6)
+
+
 def test_a_malformed_turn_splits_turn_credit_from_dialogue_credit():
     batch = ppo.make_batch([made([1, 2, 1], [50, 50, 80], ok=[True, False, True])])
     returns = {gae: ppo.estimate(Fixed([0.0] * 4), batch, settings(gae=gae))[2].tolist() for gae in ("turn", "dialogue")}

@@ -124,6 +124,10 @@ TRIMS = sft.CHATML.replace("m['content']", "(m['content'] | trim)")             
 ADDS_A_SYSTEM_PROMPT = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are X.<|im_end|>\\n' }}{% endif %}" + sft.CHATML
 SHORTENS_THE_PAST = sft.CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'][:4])")
 FORGETS_THE_PAST = sft.CHATML.replace("for m in messages", "for m in messages[-3:]")
+FORGETS_LATER = sft.CHATML.replace("for m in messages", "for m in messages[-4:]")        # the system prompt goes with the second reply
+REFUSES_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role\\nnot supported') }}{% endif %}" + sft.CHATML    # Gemma 2
+OPENS_THINK = sft.CHATML.replace("assistant\\n", "assistant\\n<think>\\n")                      # as R1's distilled models
+IS_BROKEN = "{% nonsense %}"
 MARKS_REPLIES = sft.CHATML.replace("m['content']", "(m['content'] if m['role'] != 'assistant' else '(' + m['content'] + ')')")
 
 
@@ -329,12 +333,23 @@ def test_a_template_that_leaves_visible_text_alone_works(tokenizer, template):
         assert dialogue.trunk == chat.encode(chatml(MESSAGES[0], REPLIES[0], MESSAGES[1], REPLIES[1], MESSAGES[2]))
 
 
-@pytest.mark.parametrize("template", [SHORTENS_THE_PAST, FORGETS_THE_PAST, MARKS_REPLIES])
+@pytest.mark.parametrize("template, says", [
+    (SHORTENS_THE_PAST, "rewrites its past"), (FORGETS_THE_PAST, "rewrites its past"), (MARKS_REPLIES, "rewrites its past"),
+    (REFUSES_SYSTEM, "System role not supported"), (OPENS_THINK, "opens <think> itself"), (IS_BROKEN, "unknown tag"),
+])
+def test_a_template_that_cannot_carry_a_dialogue_is_refused_in_one_line_before_anything_is_sampled(tokenizer, template, says):
+    named = Wrapped(tokenizer, template=template)
+    named.name_or_path = "some/model"
+    with pytest.raises(ValueError, match=f"^some/model: .*{says}") as error:
+        ChatTokens(named)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("think", [False, True])
-def test_a_template_that_rewrites_its_past_is_refused(tokenizer, template, think):
-    chat = ChatTokens(Wrapped(tokenizer, template=template))
+def test_a_template_that_rewrites_its_past_only_later_is_refused_when_it_does(tokenizer, think):
+    chat = ChatTokens(Wrapped(tokenizer, template=FORGETS_LATER))
     texts = [f"<think>{thought}</think>{reply}" if think else reply for thought, reply in zip(THOUGHTS, REPLIES)]
-    with pytest.raises(ValueError, match="template") as error:
+    with pytest.raises(ValueError, match="template rewrites its past") as error:
         play(chat, think, texts, MESSAGES)
     assert "\n" not in str(error.value)
 

@@ -1,6 +1,7 @@
 """train.py: flags, the loop's run folder, resume, equal runs, who talks when. Every run here is of a random 50k-parameter model."""
 import argparse
 import copy
+import itertools
 import json
 import math
 import os
@@ -132,7 +133,8 @@ def test_every_setting_of_the_tiny_preset_is_a_flag_and_is_used_by_default():
 def test_the_papers_numbers_are_the_defaults():
     paper = train.parse_args(["--model", "M"])
     expected = dict(lr=1e-6, critic_lr=5e-6, start_emotion=30, max_turns=8, dialogues_per_step=32, group_size=4, temperature=1.0, clip_eps=0.2,
-                    value_clip=0.5, ent_coef=0.001, kl_coef=0.0, gamma=1.0, gae_lambda=1.0, lr_end=1.0, gae="turn", format_reward=True, epochs=1)
+                    value_clip=0.5, ent_coef=0.001, kl_coef=0.0, gamma=1.0, gae_lambda=1.0, lr_end=1.0, gae="turn", format_reward=True, epochs=1,
+                    warmup_steps=20, critic_lr_warmup=50)
     assert {name: getattr(paper, name) for name in expected} == expected
 
 
@@ -157,6 +159,9 @@ def test_the_tiny_preset_can_be_given_with_another_model():
     (["--dialogues-per-step", "0"], "--dialogues-per-step"), (["--save-every", "0"], "--save-every"), (["--minibatches", "-1"], "--minibatches"),
     (["--start-emotion", "9"], "--start-emotion"), (["--start-emotion", "100"], "--start-emotion"),
     (["--temperature", "0"], "--temperature"), (["--temperature", "-1"], "--temperature"),
+    (["--lr", "0"], "--lr must be above 0"), (["--lr", "nan"], "--lr"), (["--critic-lr", "-0.001"], "--critic-lr must be above 0"),
+    (["--name", "a/b"], "--name a/b"), (["--name", "."], "--name ."), (["--name", ".."], "--name .."), (["--name", "/tmp"], "--name /tmp"),
+    (["--reward", "delta", "--gae", "turn"], "--gae dialogue"),
     (["--scenarios", "no/such/file.jsonl"], "no/such/file.jsonl"),
     (["--resume", "runs/none"], "runs/none"),
 ])
@@ -167,6 +172,22 @@ def test_what_cannot_work_is_refused_in_one_line_before_a_model_is_loaded(here, 
         train.main(argv)
     assert says in str(error.value) and "\n" not in str(error.value)
     assert list(here.iterdir()) == []                                        # nothing was written
+
+
+def test_deltas_flow_over_the_whole_dialogue_and_the_papers_reward_within_each_turn_unless_told_otherwise():
+    gae = lambda *argv: train.parse_args(list(argv)).gae
+    assert (gae(), gae("--reward", "delta")) == ("turn", "dialogue")
+    assert (gae("--gae", "dialogue"), gae("--gae", "dialogue", "--reward", "delta"), gae("--gae", "turn")) == ("dialogue", "dialogue", "turn")
+    assert gae("--algo", "grpo", "--reward", "delta", "--gae", "turn") == "turn"             # GRPO has no GAE: nothing to refuse
+
+
+def test_a_model_whose_template_cannot_carry_a_dialogue_is_refused_and_leaves_no_run_folder(here, policy):
+    shutil.copytree(policy, here / "gemma")
+    (here / "gemma" / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
+    for _ in range(2):                                                       # and the second try does not say "exists"
+        with pytest.raises(ValueError, match="gemma.*System role not supported") as error:
+            run(here / "gemma", "run")
+        assert "\n" not in str(error.value) and not Path("runs").exists()
 
 
 def scenario_file(path, *with_script):
@@ -403,6 +424,23 @@ def test_a_second_interrupt_exits_at_once():
     assert done.returncode == 130 and done.stdout == "" and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("checkpoint", [2, 0])
+def test_a_resume_forgets_the_numbers_and_dialogues_of_the_steps_after_its_checkpoint(here, policy, checkpoint):
+    few = here / "few.jsonl"
+    few.write_text("".join((PROMPTS / "en" / "valid.jsonl").read_text().splitlines(True)[:1]))
+    folder = run(policy, "run", "--save-every", "2", "--lr-end", "1", "--eval-scenarios", str(few), steps=4)
+    old = transcripts(folder)
+    assert len(old) == 6                                                     # four steps, two evaluations
+    (folder / "transcripts" / "notes.jsonl").write_text("mine")
+    for step in {4, 2} - {checkpoint}:
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")           # as if killed before it was written
+    train.main(["--resume", str(folder), "--steps", "3", "--override", "steps"])
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
+    new = transcripts(folder)
+    assert sorted(new) == ["held-out-000002.jsonl", "held-out-000003.jsonl", "notes.jsonl", *(f"step-{k:06d}.jsonl" for k in (1, 2, 3))]
+    assert all(new[name] == old[name] for name in ("held-out-000002.jsonl", "step-000001.jsonl", "step-000002.jsonl"))
+
+
 def test_a_resume_refuses_other_flags_by_name_unless_override_lists_them(here, policy):
     folder = run(policy, "run", steps=2)
     with pytest.raises(ValueError, match="--lr 0.0006, not 0.01.*--override lr") as error:
@@ -475,8 +513,10 @@ def test_three_updates_without_a_number_stop_the_run_in_one_line_and_its_checkpo
 
 def test_a_tracker_that_is_not_installed_is_refused_and_one_that_is_gets_every_number(here, policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(train.sft, "cached_tiny", lambda *args: pytest.fail("a model was built first"))
     with pytest.raises(ValueError, match="pip install wandb"):
-        run(policy, "none", "--tracker", "wandb", steps=1)
+        train.main(["--tracker", "wandb"])
+    assert list(here.iterdir()) == []
     logged = []
     fake = type(sys)("wandb")
     fake.init, fake.log = lambda **how: logged.append(how["name"]), lambda row, step: logged.append((step, row["emotion"]))
@@ -581,7 +621,7 @@ def test_a_run_has_a_name_of_its_algorithm_mode_and_seed(here, policy):
 
 def rates(steps, **args):
     """(policy, critic) learning rates of each step, and what set_learning_rates returns."""
-    args = argparse.Namespace(**{"lr": 8.0, "critic_lr": 3.0, "warmup_steps": 1, "lr_end": 1.0, "steps": steps} | args)
+    args = argparse.Namespace(**{"lr": 8.0, "critic_lr": 3.0, "warmup_steps": 1, "critic_lr_warmup": 0, "lr_end": 1.0, "steps": steps} | args)
     optimizers = {name: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=99.0) for name in ("policy", "critic")}
     found = []
     for step in range(steps):
@@ -607,8 +647,9 @@ def test_the_learning_rate_falls_in_a_line_to_its_share_at_the_last_step():
     assert rates(1, lr_end=0.4, warmup_steps=4)[0][0] == pytest.approx(2)    # a run of one step
 
 
-def test_the_critics_learning_rate_is_constant():
+def test_the_critics_learning_rate_has_its_own_warm_up_and_is_then_constant():
     assert [critic for _, critic in rates(5, warmup_steps=3, lr_end=0.1)] == [3.0] * 5
+    assert [critic for _, critic in rates(5, critic_lr_warmup=3, lr_end=0.1)] == pytest.approx([1, 2, 3, 3, 3])
 
 
 def settings_of(**changed):
@@ -679,6 +720,26 @@ def test_the_outcome_of_a_step_by_hand():
     assert found["format_rate"] == pytest.approx(100 * 5 / 6) and found["truncated"] == pytest.approx(50)
     assert found["repeat_rate"] == pytest.approx(100 * 2 / 6) and found["flag_right"] == pytest.approx(100)
     assert all(math.isfinite(value) for value in train.outcome([]).values())
+
+
+def test_the_logged_rewards_are_those_that_are_trained():
+    dialogues = [played([50, 100], ["a", "b"], end_reason="satisfied"), played([5], ["a"], format_ok=False, end_reason="gave_up"),
+                 played([90], ["a"], end_reason="simulator_failed")]
+    logged = lambda *how: [train.outcome(dialogues, *how)[name] for name in ("reward_raw", "reward_gated")]
+    assert logged(True, "final") == pytest.approx([(1 + 1 + 0.05) / 3, (1 + 1 + 0) / 3])
+    assert logged(False, "final") == pytest.approx([(1 + 1 + 0.05) / 3] * 2)                 # --no-format-reward: nothing is gated
+    assert logged(True, "delta") == pytest.approx([(0.5 + 0.5 + 0.05) / 3, (0.5 + 0.5 + 0) / 3])
+    for how in itertools.product((True, False), ("final", "delta")):
+        assert logged(*how)[1] == pytest.approx(ppo.make_batch(dialogues, *how).turn_rewards.mean().item())
+
+
+@pytest.mark.parametrize("more", [("--reward", "delta"), ("--no-format-reward",)])
+def test_a_run_logs_the_rewards_that_its_flags_train(here, policy, monkeypatch, more):
+    batches, make = [], ppo.make_batch
+    monkeypatch.setattr(ppo, "make_batch", lambda *args: batches.append(make(*args)) or batches[-1])
+    row, = metrics(run(policy, "run", "--think", *more, steps=1))
+    assert row["reward_gated"] == pytest.approx(batches[0].turn_rewards.mean().item())
+    assert (row["reward_gated"] < row["reward_raw"]) == ("delta" in more)                    # a random model never keeps the format
 
 
 def test_a_run_that_cannot_learn_says_which_setting_to_change(capsys):
