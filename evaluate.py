@@ -87,7 +87,7 @@ def main(argv=None):
             print_summary(result)
         return 0 if args.compare or result["score"] is not None and not result.get("faults") and not result.get("rerun_differs") else 1
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except (ValueError, OSError) as error:
         print("evaluate.py:", " ".join(str(error).split()), file=sys.stderr)

@@ -42,7 +42,7 @@ def write_report(paths, out=None, force=False, refresh=0):
     simulated users and it is not forced; then the page says so at every plot.
     """
     paths = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
-    found = gather_run(paths[0]) if len(paths) == 1 and paths[0].is_dir() else gather_files(paths)
+    found = gather_run(paths[0], force) if len(paths) == 1 and paths[0].is_dir() else gather_files(paths, force)
     if len(found["results"]) == 2:
         evaluate.check_same_users(*found["results"].values(), force)
     out = Path(out) if out else paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
@@ -80,7 +80,7 @@ def watch(run_dir, out=None, force=False, seconds=10):
 
 # ---- what there is to show -------------------------------------------------------------------------------------------------
 
-def gather_run(run):
+def gather_run(run, force=False):
     """A run folder: config.json, metrics.jsonl, before/after.json(l), the dialogues of some steps."""
     metrics, config = run / "metrics.jsonl", run / "config.json"
     metrics = [row for _, row in evaluate.read_jsonl(metrics)] if metrics.exists() else []
@@ -88,7 +88,7 @@ def gather_run(run):
     for name in ("before", "after"):
         result, talks = run / f"{name}.json", run / f"{name}.jsonl"
         if result.exists() or talks.exists():
-            results[name], sources[name] = read_both(result if result.exists() else talks)
+            results[name], sources[name] = read_both(result if result.exists() else talks, force)
     steps = sorted(run.glob("transcripts/step-*[0-9].jsonl"))
     count = min(STEPS_SHOWN, len(steps))
     shown = [round(place * (len(steps) - 1) / max(1, count - 1)) for place in range(count)]
@@ -107,9 +107,9 @@ def gather_run(run):
     return dict(title=run.resolve().name, kicker=kicker, metrics=metrics, results=results, sources=sources, settings=settings, note=note)
 
 
-def read_both(path):
+def read_both(path, force=False):
     """The summary and the transcripts of a result file (its dialogues lie beside it, as NAME.jsonl; [] without) or a transcript file."""
-    result, talks = evaluate.read_result(path), path.with_suffix(".jsonl") if path.suffix == ".json" else path
+    result, talks = evaluate.read_result(path, force), path.with_suffix(".jsonl") if path.suffix == ".json" else path
     transcripts = evaluate.read_transcripts(talks) if talks.exists() else []
     if transcripts and path.suffix == ".json":
         row = lambda t: [t["scenario"], t.get("repetition", 0), None if evaluate.failed(t) else t["final_emotion"], t["end_reason"]]
@@ -121,7 +121,7 @@ def read_both(path):
     return result, transcripts
 
 
-def gather_files(paths):
+def gather_files(paths, force=False):
     """One or two result files (--json) or transcript files, ours or SAGE's."""
     results, sources = {}, {}
     for path in paths:
@@ -129,7 +129,7 @@ def gather_files(paths):
             raise ValueError(f"{path}: a folder is reported alone; to compare two runs, name their after.json")
         name = path.stem.partition("_based_simulator__")[2].removesuffix("_result") or path.stem
         name = name if name not in results else f"{path.parent.name}/{path.stem}"
-        results[name], sources[name] = read_both(path)
+        results[name], sources[name] = read_both(path, force)
     return dict(title=" and ".join(results), kicker="Evaluation" if len(results) == 1 else "Comparison", metrics=[], results=results,
                 sources=sources, settings={}, note="")
 

@@ -1,5 +1,6 @@
 """evaluate.py: golden numbers worked out by hand or by another formula; the published SAGE files; bad input in one line."""
 import json
+import os
 import statistics
 import sys
 import types
@@ -267,7 +268,9 @@ def test_a_bad_line_is_named_in_one_line(line, what, capsys, tmp_path):
 @pytest.mark.parametrize("argv", [[], ["--nonsense"], ["--model", "x", "--transcripts", "y"], ["--transcripts", "no/such/file"],
                                   ["--model", "x", "--max-turns", "0"], ["--model", "x", "--scenarios", "no/such/file"],
                                   ["--compare", "a", "b", "--judge", "m"], ["--report", "a", "--json", "r.json"], ["--watch", "a", "--limit", "3"],
-                                  ["--transcripts", "a", "--repetitions", "2"], ["--model", "a", "--force"], ["--rerun", "a", "--out", "b"],
+                                  ["--transcripts", "a", "--repetitions", "2"], ["--model", "a", "--force"], ["--model", "a", "--judge-url", "http://u/v1"],
+                                  ["--model", "a", "--simulator-cache", "c"], ["--model", "a", "--greedy", "--temperature", "0.5"], ["--transcripts", "a", "--simulator", "llm"],
+                                  *(["--model", "a", "--temperature", value] for value in ("-1", "nan", "inf", "1e-30", "hot")), ["--compare", ".", "."], ["--rerun", "a", "--out", "b"],
                                   ["--report", "no/such/folder"], ["--compare", "no", "no"], ["--transcripts", "/dev/null"]])
 def test_a_users_mistake_is_one_line_and_exit_code_2(argv, capsys):
     code, out, err = run(capsys, *argv)
@@ -276,6 +279,104 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(argv, capsys):
 
 def test_a_number_that_rounds_to_nothing_has_no_sign():
     assert [evaluate.half_up(value) for value in (-0.04, 0.04, -0.05, 28.95, -5)] == ["0.0", "0.0", "-0.1", "29.0", "-5.0"]
+
+
+# ---- files that are written, files that are read ----
+
+@pytest.mark.parametrize("argv", [["--transcripts", "t.jsonl", "--json", "t.jsonl"], ["--model", "m", "--json", "x", "--save-transcripts", "./x"],
+                                  ["--rerun", "r.json", "--json", "r.json"], ["--compare", "t.jsonl", "r.json", "--json", "r.json"],
+                                  ["--transcripts", "t.jsonl", "--judge", "m", "--judge-cache", "t.jsonl"]])
+def test_no_file_of_a_command_is_written_over_another(argv, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "t.jsonl", finals([40, 60]))
+    played = vars(evaluate.parse_args(["--model", "m"]))
+    (tmp_path / "r.json").write_text(json.dumps(result([40, 60]) | {"settings": {name: played[name] for name in evaluate.PLAYED_WITH} | {"difficulty": "vanilla"}}))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and not out and "name another" in err and err.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_device_is_not_replaced_and_a_link_is_followed(tmp_path, capsys):
+    path = save(tmp_path / "t.jsonl", finals([40, 60]))
+    os.mkfifo(tmp_path / "pipe")
+    code, _, err = run(capsys, "--transcripts", path, "--json", tmp_path / "pipe")
+    assert code == 2 and "is no plain file" in err and (tmp_path / "pipe").is_fifo()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "elsewhere" / "r.json")                     # nothing there yet
+    assert run(capsys, "--transcripts", path, "--json", tmp_path / "link.json")[0] == 0
+    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "elsewhere" / "r.json").read_text())["score"] == 50
+
+
+def test_the_result_is_written_before_it_is_printed_and_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
+    path, found = save(tmp_path / "t.jsonl", finals([40, 60])), tmp_path / "r.json"
+
+    def gone(summary):
+        assert json.loads(found.read_text())["score"] == 50
+        raise BrokenPipeError
+    monkeypatch.setattr(evaluate, "print_summary", gone)
+    monkeypatch.setattr(evaluate.os, "dup2", lambda *args: None)
+    assert run(capsys, "--transcripts", path, "--json", found)[0::2] == (0, "")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_half_a_character_in_a_transcript_survives_being_written_again(tmp_path):
+    evaluate.write_lines(tmp_path / "t.jsonl", [dialogue([45], opening="so \ud83d")])
+    assert evaluate.read_transcripts(tmp_path / "t.jsonl")[0]["opening"] == "so \ud83d"
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "null", '{"dialogues": 5}'])
+@pytest.mark.parametrize("argv", [("--transcripts",), ("--rerun",), ("--report",), ("--compare",)])
+def test_a_file_of_another_kind_is_one_line(content, argv, tmp_path, capsys):
+    path = tmp_path / "x"
+    path.write_text(content)
+    code, out, err = run(capsys, *argv, *[path] * (1 + (argv == ("--compare",))))
+    assert code == 2 and not out and err.count("\n") == 1 and len(err) < 500
+
+
+@pytest.mark.parametrize("key, value", [("dialogues", [["s", 0, "50", "x"]]), ("dialogues", [[1, 0, 50, "x"]]), ("score", "x"), ("score_ci", [1, "x"]),
+                                        ("per_intention", []), ("per_intention", {"praise": 5}), ("strategies", {"praise": {"turns": 1}}), ("settings", None),
+                                        ("flags", {"x": "y"}), ("judge", {"model": "m"}), ("per_seed", [1])])
+def test_a_result_with_a_value_of_another_kind_is_one_line(key, value, tmp_path, capsys):
+    (tmp_path / "r.json").write_text(json.dumps(result([40, 60]) | {key: value}))
+    for argv in (("--compare", tmp_path / "r.json", tmp_path / "r.json"), ("--report", tmp_path / "r.json"), ("--rerun", tmp_path / "r.json")):
+        code, out, err = run(capsys, *argv)
+        assert code == 2 and not out and err.count("\n") == 1 and ("not a whole result" in err or key == "dialogues" and "r.json" in err)
+
+
+@pytest.mark.parametrize("first, second", [
+    (dict(start_emotion=40), dict(start_emotion=30, start=30)), (dict(max_turns=8), dict(max_turns=9)), (dict(benchmark="SAGE"), {}),
+    (dict(played_with={"difficulty": "vanilla"}), dict(played_with={"difficulty": "challenging"}))])
+def test_dialogues_of_different_users_have_no_common_score_unless_forced_and_then_it_is_said(first, second, tmp_path, capsys):
+    path = save(tmp_path / "t.jsonl", [dialogue([45], "a", **{"max_turns": 9} | first), dialogue([55], "b", **{"max_turns": 9} | second)])
+    for argv in (("--transcripts", path), ("--report", path), ("--compare", path, path)):
+        code, out, err = run(capsys, *argv)
+        assert code == 2 and not out and "different settings" in err and err.count("\n") == 1
+        assert run(capsys, *argv, "--force")[0] == 0
+    code, out, _ = run(capsys, "--transcripts", path, "--force")
+    assert out.splitlines()[0].startswith("score / success / failure: 50 / 0 / 0".replace("50", "50.0")) and "MIXED SETTINGS" in out.splitlines()[0]
+    assert "MIXED SETTINGS" in (tmp_path / "t.html").read_text()
+
+
+def test_a_dialogue_that_stands_twice_is_named(tmp_path, capsys):
+    path = save(tmp_path / "t.jsonl", [dialogue([45], "a"), dialogue([50], "b"), dialogue([99], "a")])
+    code, _, err = run(capsys, "--transcripts", path)
+    assert code == 2 and "t.jsonl:3: the dialogue of" in err and "t.jsonl:1 once more" in err
+    save(tmp_path / "t.jsonl", [dialogue([45], "a"), dialogue([50], "a", repetition=1), dialogue([99], "a", seed=7)])
+    assert run(capsys, "--transcripts", path)[0] == 0
+
+
+def test_an_intention_in_the_official_wording_is_ours_after_reading(tmp_path):
+    wording = evaluate.simulator.INTENTIONS["praise"][0]
+    path = save(tmp_path / "t.jsonl", [dialogue([45], "a", intention=wording), dialogue([45], "b")])
+    assert {talk["intention"] for talk in evaluate.read_transcripts(path)} == {"praise"}
+
+
+def test_our_dialogues_are_not_compared_with_published_ones(official, tmp_path, capsys):
+    sage = evaluate.read_transcripts(next(SAGE.glob("*__gpt-4.1_result.jsonl")))
+    ours = save(tmp_path / "ours.jsonl", [dialogue([45], talk["scenario"], max_turns=9, played_with={"benchmark": "1a33beef"}) for talk in sage[:9]])
+    code, _, err = run(capsys, "--compare", next(SAGE.glob("*__gpt-4.1_result.jsonl")), ours)
+    assert code == 2 and "the simulated users differ" in err and "SAGE" in err
 
 
 # ---- playing ----
@@ -377,6 +478,13 @@ def test_a_rerun_refuses_other_flags_other_files_and_what_no_model_played(tiny, 
         file.write("\n")
     code, _, err = run(capsys, "--rerun", tmp_path / "a.json")
     assert code == 2 and "model changed since, or not here" in err and err.count("\n") == 1
+    for name, value, says in (("max_turns", None, "lack max_turns"), ("limit", -7, "--limit"), ("start_emotion", "x", "--start-emotion"),
+                              ("difficulty", "hard", "--difficulty"), ("temperature", "nan", "--temperature")):
+        stored = json.loads((tmp_path / "a.json").read_text())
+        stored["settings"][name] = value
+        (tmp_path / "odd.json").write_text(json.dumps(stored))
+        code, _, err = run(capsys, "--rerun", tmp_path / "odd.json")
+        assert code == 2 and says in err and err.count("\n") == 1
     (tmp_path / "s.json").write_text(json.dumps(evaluate.summarize(finals([40, 60]))))
     code, _, err = run(capsys, "--rerun", tmp_path / "s.json")
     assert code == 2 and "not played by a model" in err
@@ -408,7 +516,20 @@ def test_an_interrupted_evaluation_plays_only_what_is_missing(tiny, capsys, tmp_
     run(capsys, *tiny, "--limit", 2, "--save-transcripts", half, "--train-scenarios", evaluate.simulator.PROMPTS / "en" / "train.jsonl")
     assert not played
     code, _, err = run(capsys, *tiny, "--seed", 6, "--save-transcripts", half)
-    assert code == 2 and "dialogues of other settings" in err and err.count("\n") == 1
+    assert code == 2 and "dialogues of other settings (seed 5 / 6)" in err and err.count("\n") == 1
+    code, _, err = run(capsys, *tiny[:1], f"{tiny[1]}/", *tiny[2:], "--save-transcripts", half)                # the same folder
+    assert code == 0 and not played
+    for name, content in (("chat_template.jinja", "\n"), ("generation_config.json", "\n")):                   # it speaks otherwise now
+        with open(tiny[1] / name, "a") as file:
+            file.write(content)
+        code, _, err = run(capsys, *tiny, "--save-transcripts", half)
+        assert code == 2 and "model_sha256" in err
+        (tiny[1] / name).write_text((tiny[1] / name).read_text().removesuffix(content))
+    lines = half.read_text().splitlines(keepends=True)
+    for field in ("end_reason", "seed", "turns"):
+        (tmp_path / "cut.jsonl").write_text(lines[0] + json.dumps({k: v for k, v in json.loads(lines[1]).items() if k != field}) + "\n")
+        code, _, err = run(capsys, *tiny, "--save-transcripts", tmp_path / "cut.jsonl")
+        assert code == 2 and "cut.jsonl:2" in err and err.count("\n") == 1
     code, _, err = run(capsys, "--rerun", tmp_path / "a.json", "--save-transcripts", half)
     assert code == 2 and "name a new file" in err
 

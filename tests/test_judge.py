@@ -50,6 +50,7 @@ def test_five_grades_with_true_evidence_are_read_whatever_their_dress(text):
 @pytest.mark.parametrize("bad", [
     GRADED.replace(": 5", ": 6"), GRADED.replace(": 5", ": 0"), GRADED.replace(": 5", ": 45"), GRADED.replace(": 5", ": 4-5"), GRADED.replace(": 5", ": 4 or 5"),
     GRADED.replace(": 5", ": 3/10"), GRADED.replace(": 5", ": 3 out of 10"), GRADED.replace(": 5", ": 4, 5"), GRADED.replace(": 5", ": 2e1"),
+    *(GRADED.replace(": 5", f": {other}") for other in ("4—5", "4 and 5", "4 … 5", "4...5", "1,5", "4 / 10")),
     GRADED.replace(": 5", ": 4.5"), GRADED.replace(": 5", ": five"), GRADED.replace("I hear you", "I love you", 1), GRADED.replace('"I hear you"', "", 1),
     GRADED.replace('"I hear you"', '"..."', 1), GRADED.partition("\n")[2], GRADED + '\nEmpathic Depth: 1 "I hear you"', GRADED + simulator.CUT, "",
     "[ERROR] HTTP 429 after 5 tries", "I would say 4 for all five abilities."])
@@ -61,6 +62,12 @@ def test_no_other_grade_is_ever_made_up(bad):
 def test_evidence_may_differ_in_marks_but_not_in_words():
     quote = lambda words: judge.parse_abilities(GRADED.replace('"I hear you"', f'"{words}"'), REPLIES)["Core Insight"][1]
     assert quote('you said "enough"... that TOOK courage') == 'you said "enough"... that TOOK courage' and quote("我在听") == "我在听"
+    listed = lambda words, *replies: judge.parse_abilities("\n".join(f'{ability}: 4 "{words}"' for ability in judge.ABILITIES), replies)["Core Insight"]
+    for reply, shown in (("Try this:\n1. Make a list", r"Try this:\n1. Make a list"), ("I <3 [you]", r"I \u003c3 \u005byou]")):
+        assert shown in simulator.quoted(reply) and listed(shown, reply)[0] == 4                # as the judge saw it
+    assert listed("聞いています", "うん、聞いていますよ。") and listed("เข้าใจ", "ฉันเข้าใจคุณ")     # no spaces between words
+    for silent in ("", "❤️", "..."):
+        assert listed("", silent, "") == [4, ""]                                               # nothing was said that could be quoted
     for letters in ("ear", "I he", "ou", "enoug", "听我"):                      # letters that were said, but not as words
         with pytest.raises(judge.Unusable):
             quote(letters)
@@ -163,8 +170,27 @@ def test_the_command_line_judges_a_transcript_file_and_stores_who_judged(tmp_pat
     result = json.loads((tmp_path / "r.json").read_text())
     assert code == 0 and "as fake judges" in out and "0 of 8" in out and "4.00 (SE 0.00, n 2)" in out
     assert result["settings"]["judge"] == "fake" and len(result["settings"]["judge_prompts_sha256"]) == 64 and result["judge"]["points"][0][1:] == [3, -1]
-    again = evaluate.summarize(evaluate.read_transcripts(tmp_path / "judged.jsonl"))                # the labels stay with the dialogues
-    assert again["strategies"] == result["strategies"]
+    again = evaluate.read_result(tmp_path / "judged.jsonl")                                     # what was found stays with the dialogues
+    assert again["judge"] == {key: value for key, value in result["judge"].items() if key != "calls"} and again["judge"]["model"] == "fake"
+    assert again["strategies"] == result["strategies"] and again["settings"]["judge_prompts_sha256"] == result["settings"]["judge_prompts_sha256"]
+    other = [talk | {"judged_by": {"judge": "another"}} for talk in evaluate.read_transcripts(tmp_path / "judged.jsonl")][1:]
+    with pytest.raises(ValueError, match="different settings .judge, judge_prompts_sha256."):
+        evaluate.read_result(save(tmp_path / "two.jsonl", evaluate.read_transcripts(tmp_path / "judged.jsonl")[:1] + other))
+
+
+def test_a_result_without_a_judge_holds_nothing_that_a_judge_of_another_call_found(tmp_path, capsys, monkeypatch, model, tokenizer):
+    client = Fake(lambda text, seed: "\n".join(f"Turn {turn}: other" for turn in (1, 2)) if "Strategies:" in text else "Focus: 0\nManner: 0")
+    client.probe, client.take_counts = lambda: None, dict
+    monkeypatch.setattr(simulator, "LLMClient", lambda *args, role: client)
+    model.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    flags = ["--model", tmp_path / "m", "--limit", 2, "--max-turns", 2, "--max-new-tokens", 6, "--save-transcripts", tmp_path / "t.jsonl", "--json"]
+    assert run(capsys, *flags, tmp_path / "judged.json", "--judge", "fake")[0] == 0 and "judged_by" in (tmp_path / "t.jsonl").read_text()
+    kept = (tmp_path / "t.jsonl").read_text()
+    assert run(capsys, *flags, tmp_path / "plain.json")[0] == 0 and (tmp_path / "t.jsonl").read_text() == kept
+    assert run(capsys, *flags[:-3], "--json", tmp_path / "alone.json")[0] == 0
+    judged, plain, alone = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("judged", "plain", "alone"))
+    assert "other" in judged["strategies"] and "judge" not in plain and plain == alone
 
 
 @pytest.mark.skipif(not SAGE.is_dir(), reason="the published SAGE files are not here")

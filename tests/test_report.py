@@ -86,6 +86,24 @@ def test_results_of_different_users_share_a_page_only_when_forced_and_then_with_
     assert page.count("Not comparable: the simulated users differ (start_emotion)") >= 4 and "WARNING: THE SIMULATED USERS DIFFER" in page
 
 
+def test_a_result_and_dialogues_that_do_not_belong_together_make_no_page(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(evaluate.summarize(talks()[:2])))
+    save(tmp_path / "a.jsonl", talks())                                         # it holds these and another one: a larger call's file
+    assert report.read_both(tmp_path / "a.json")[1] == evaluate.read_transcripts(tmp_path / "a.jsonl")[:2]
+    save(tmp_path / "a.jsonl", [dialogue([70], "exam/praise", max_turns=9), talks()[1]])
+    with pytest.raises(ValueError, match="a.jsonl holds other dialogues than .*a.json; rename"):
+        report.write_report(tmp_path / "a.json")
+
+
+def test_numbers_of_an_old_result_are_filled_in_and_zeros_are_kept(tmp_path):
+    stored = evaluate.summarize(talks()) | {"failure": 0.0, "strategies": {}, "mean_turns": None}
+    del stored["collapse_rate"]
+    (tmp_path / "a.json").write_text(json.dumps(stored))
+    save(tmp_path / "a.jsonl", talks())
+    found, whole = report.read_both(tmp_path / "a.json")[0], evaluate.summarize(talks())
+    assert (found["failure"], found["mean_turns"], found["collapse_rate"]) == (0.0, whole["mean_turns"], whole["collapse_rate"])
+
+
 def test_an_incomplete_result_says_so_first(tmp_path):
     page = report.write_report(save(tmp_path / "t.jsonl", talks())).read_text()
     assert "INCOMPLETE: 2 were scored" in page and page.index("INCOMPLETE") < page.index("By hidden intention")
