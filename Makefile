@@ -14,10 +14,12 @@ setup: .venv/installed
 	.venv/bin/pip install --quiet -r $(REQUIREMENTS)
 	touch $@
 
-# PPO with thinking on the embedded world, then the same held-out scenarios before and after, then the report
+# PPO with thinking on the embedded world, then the same held-out scenarios before and after, then the report.
+# Stopped in the middle, the same command goes on from there.
 train: setup
-	@test ! -e $(RUN)/config.json || { echo "$(RUN) exists; remove it, or: make train RUN=runs/second"; exit 2; }
-	$(PY) train.py --algo ppo --think --name $(notdir $(RUN))
+	@case $(RUN) in runs/*/*|runs/) false;; runs/*) ;; *) false;; esac || { echo "RUN=$(RUN) must be runs/NAME"; exit 2; }
+	@test ! -e $(RUN)/after.json || { echo "$(RUN) is complete; remove it, or: make train RUN=runs/second"; exit 2; }
+	$(PY) train.py $$(test -e $(RUN)/config.json && echo --resume $(RUN) || echo --algo ppo --think --name $(notdir $(RUN)))
 	$(EVALUATE) --model runs/tiny-sft/think --json $(RUN)/before.json --save-transcripts $(RUN)/before.jsonl
 	$(EVALUATE) --model $(RUN) --json $(RUN)/after.json --save-transcripts $(RUN)/after.jsonl
 	$(PY) evaluate.py --compare $(RUN)/before.json $(RUN)/after.json

@@ -141,8 +141,9 @@ def page(title, kicker, metrics, results, sources, settings, note, refresh=0):
     script = template.partition("<script>")[2].partition("</script>")[0]        # the hash of exactly these bytes may run
     data = [{"source": name, "dialogues": [short(transcript) for transcript in transcripts]} for name, transcripts in sources.items()]
     parts = [(title_, body) for title_, body in (
-        ("Results", warning(results) + tiles(results, metrics, settings.get("steps")) + html_comparison(results)),
-        ("Learning curves", html_curves(metrics)),
+        ("Results", warning(results) + tiles(results, metrics, settings.get("steps")) + html_comparison(results)
+         + "".join(text("p", circumstances(summary["settings"]), class_="fine") for summary in [*results.values()][:1])),
+        ("Learning curves", metrics and text("p", circumstances(settings, "Dialogues of training"), class_="fine") + html_curves(metrics)),
         ("By hidden intention", html_groups(results, "per_intention")), ("By character", html_groups(results, "per_character")),
         ("Kinds of pressure", html_groups(results, "per_kind")), ("Final emotions", html_histogram(results)),
         ("Strategies", html_strategies(results)), ("Abilities, as judged", html_judged(results)),
@@ -184,6 +185,17 @@ def html_table(rows):
 
 def fold(title, *inner):
     return el("details", text("summary", title), *inner)
+
+
+def circumstances(settings, what="Played"):
+    """One line on whom these dialogues met, since a page is mailed around alone. settings: of a result, or a run's flags."""
+    known = {key: value for key, value in settings.items() if value not in (None, "")}
+    user = {"scripted": "a scripted user (rules, no LLM: its scores are never comparable with the paper's)",
+            "llm": f"an LLM user ({known.get('simulator_model', 'unknown')})", None: "an unknown user"}.get(
+                known.get("simulator"), str(known.get("simulator")))
+    said = [f"with {user}", known.get("difficulty"), "scenarios" in known and f"scenarios of {Path(str(known['scenarios'])).name}",
+            "start_emotion" in known and f"start {known['start_emotion']}", "max_turns" in known and f"at most {known['max_turns']} replies"]
+    return f"{what}: {', '.join(str(part) for part in said if part)}."
 
 
 def warning(results):

@@ -12,7 +12,7 @@ A dialogue keeps one append-only token trunk. What a turn samples (thought, repl
 With thinking the history holds the reply alone, so later turns never see a thought. Without, the sampled tokens ARE the
 history. One dialogue is one training row (design: packing): every token sees the trunk before it and its own branch.
 Shapes: T tokens of a row, N agent tokens of a batch, V vocabulary, K turns.
-Run: python evaluate.py --model runs/tiny-sft/think --limit 4        # plays dialogues and shows them
+Run: python evaluate.py --model runs/tiny-sft/think --limit 4 --save-transcripts t.jsonl        # plays dialogues and keeps them
 """
 import importlib.util
 import inspect
@@ -34,7 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 
-from simulator import PROMPTS, Reaction, Scenario, SimulatorFailed, language_of, seed_of
+from simulator import PROMPTS, Reaction, Scenario, SimulatorFailed, language_of_all, seed_of
 
 logging.disable_progress_bar()          # loading and saving a checkpoint would break into the bar of the run
 THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
@@ -732,7 +732,7 @@ def play_scenarios(model_path, scenarios, make_user, think, temperature, max_new
                     dialogue.end_reason, dialogue.error = "simulator_failed", "not played: too many simulated users had failed"
                 break
             rollout(engine, chat, dialogues[at:at + 64], lambda d: make_user(d.scenario, start_emotion, max_turns, d.seed),
-                    system_prompt(think, language_of(scenarios[0])), pool, on_end=lambda d: (bar.update(), on_end and on_end(d)))
+                    system_prompt(think, language_of_all(scenarios)), pool, on_end=lambda d: (bar.update(), on_end and on_end(d)))
             engine.sync()
     return dialogues
 

@@ -209,6 +209,8 @@ def build_tiny(think, out, seed=0, steps=(100, 200), lr=3e-3):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        if bar.disable and step % 50 == 0:                                  # no terminal, so no bar
+            print(f"warm start ({'think' if think else 'plain'}): {step} of {total} steps, loss {loss.item():.2f}", flush=True)
         bar.set_postfix(loss=f"{loss.item():.3f}", agent=f"{nll[w >= 1].mean():.3f}", slots=f"{nll[w > 1].mean():.3f}")
     return save_policy(model, tokenizer, out, think=think, temperature=0.7, max_new_tokens=64)
 

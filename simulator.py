@@ -398,6 +398,15 @@ def language_of(scenario):
     return "zh" if re.search("[\u4e00-\u9fff]", scenario.persona) else "en"
 
 
+def language_of_all(scenarios):
+    """The one language of these scenarios, in which the policy is told what to do. ValueError where there are two."""
+    found = {language_of(scenario): scenario.id for scenario in scenarios}
+    if len(found) > 1:
+        raise ValueError(f"the scenarios are in different languages ({', '.join(f'{scenario} in {name}' for name, scenario in found.items())}), "
+                         "and a policy is instructed in one; split the file")
+    return next(iter(found))
+
+
 def quoted(text):
     """A JSON string on one line. "<", "[" and odd line ends are escaped too, so it holds no control token of a chat
     template (<|im_end|>, </s>, [INST]), no tag and no line start, whatever the policy wrote."""

@@ -45,7 +45,7 @@ from rollout import (
     system_prompt,
     uses_vllm,
 )
-from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_of, load_scenarios, users_of
+from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_of_all, load_scenarios, users_of
 
 # The embedded preset: what differs from the paper, and only that. A model of 0.6M parameters learns at another scale.
 TINY = dict(steps=36, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
@@ -165,8 +165,11 @@ def check_args(args):
     ranks, parallel = int(os.environ.get("WORLD_SIZE", 1)), args.tensor_parallel
     if parallel < 1 or ranks % parallel or parallel > 1 and args.engine != "vllm":
         raise ValueError(f"--tensor-parallel {parallel} needs --engine vllm and torchrun --nproc-per-node with a multiple of it, not {ranks}")
-    if args.temperature <= 0:
+    if not args.temperature > 0:
         raise ValueError("--temperature must be above 0: RL needs sampled replies")
+    for name, value in vars(args).items():
+        if value != value:
+            raise ValueError(f"--{name.replace('_', '-')} must be a number")
     for name in ("lr", "critic_lr"):
         if not getattr(args, name) > 0:                            # NaN is refused too
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
@@ -193,6 +196,7 @@ def main(argv=None):
     args = parse_args(argv)
     scenarios = load_scenarios(args.scenarios)
     held_out = load_scenarios(args.eval_scenarios) if args.eval_scenarios else []
+    system = system_prompt(args.think, language_of_all(scenarios + held_out))
     for scenario in scenarios + held_out if args.simulator == "scripted" else []:
         ScriptedSimulator(scenario)                                # a scenario without a script fails here, not later
     run = run_folder(args)
@@ -221,7 +225,7 @@ def main(argv=None):
         add_lora(policy, args.lora_rank)
     critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
     sampler = Sampler(scenarios, args.seed)
-    rng, system = random.Random(args.seed), system_prompt(args.think, language_of(scenarios[0]))
+    rng = random.Random(args.seed)
     saved = load_weights(run, policy, critic) if args.resume else None
     for model in filter(None, (policy, critic and critic.model, ref_policy)):
         model.in_bfloat16 = args.dtype == "bfloat16" or args.dtype == "auto" and best_device() == "cuda"
@@ -237,7 +241,7 @@ def main(argv=None):
     learner = ppo if args.algo == "ppo" else grpo
     if rank == 0:
         write_config(run, args)
-        introduce(args, run, policy, engine, scenarios, world)
+        introduce(args, run, policy, engine, scenarios, world, start)
     track = tracker(args, run) if rank == 0 else None
     with catch_signals() as caught:
         bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc=f"{args.algo} {'think' if args.think else 'plain'}",
@@ -290,6 +294,9 @@ def main(argv=None):
                 log(run, metrics, dialogues)                                                         # 5. numbers and dialogues
                 track(metrics)
                 warn(metrics, args)
+                if bar.disable:                                                                      # no terminal, so no bar
+                    print(f"step {step + 1} of {args.steps}: emotion {metrics['emotion']:.1f}, success {metrics['success']:.0f} %, "
+                          f"failure {metrics['failure']:.0f} %, {metrics['seconds']:.1f} s", flush=True)
             bar.set_postfix(emotion=f"{metrics['emotion']:.1f}", success=f"{metrics['success']:.0f}%", failure=f"{metrics['failure']:.0f}%",
                             generate=f"{seconds['generate']:.1f}s", simulate=f"{seconds['simulate']:.1f}s", update=f"{seconds['update']:.1f}s")
             if saving:                                                                               # 6. save
@@ -663,7 +670,7 @@ def load_progress(run, tensors, policy, critic, optimizers, sampler, rng):
     return state["step"], state["best"] and tuple(state["best"]), state["weight_version"]
 
 
-def introduce(args, run, policy, engine, scenarios, world):
+def introduce(args, run, policy, engine, scenarios, world, start):
     name = "vLLM" if isinstance(engine, VLLMEngine) else "transformers"
     size, trained = (sum(p.numel() for p in policy.parameters() if p.requires_grad or every) / 1e6 for every in (True, False))
     user = (f"scripted, {args.difficulty}: no LLM, rules only; its scores are not the paper's   change: --simulator --difficulty"
@@ -675,12 +682,15 @@ def introduce(args, run, policy, engine, scenarios, world):
           f"engine     {name} on {policy.device}, {torch.get_num_threads()} threads, {world} process{'es' if world > 1 else ''}   "
           "change: --engine --threads, torchrun --nproc-per-node N train.py ...\n"
           f"learner    {args.algo}, {args.steps} steps of {args.dialogues_per_step} dialogues, preset {args.preset}   change: --algo --steps\n"
-          f"run        {run}")
+          f"run        {run}{f', goes on after step {start}' if start else ''}")
 
 
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:                        # before the first step; later catch_signals() is there
+        print("train.py: stopped; nothing was trained yet", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError) as error:
         rank = int(os.environ.get("RANK", 0))
         if rank == 0 or dist.is_initialized():       # before the ranks have met all find the same error: one line is enough

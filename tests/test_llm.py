@@ -922,6 +922,15 @@ def test_an_evaluation_whose_users_are_gone_stops_playing_and_says_so(endpoint, 
     assert "no score" in capsys.readouterr().out
 
 
+def test_scenarios_in_two_languages_are_refused_since_the_policy_is_instructed_in_one(policy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": name, "player": player, "scene": "s", "main_cha": "passive", "task": "praise"} for name, player in (("a", "Ann is 30."), ("b", "她三十岁。"))]
+    (tmp_path / "s.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="different languages .a in en, b in zh."):
+        train.main(["--model", str(policy), "--scenarios", "s.jsonl"])
+    assert simulator.language_of_all(simulator.load_scenarios("s.jsonl")[:1]) == "en" and not (tmp_path / "runs").exists()
+
+
 def test_the_policy_speaks_the_language_of_the_scenarios_and_never_sees_the_wish(endpoint, chat):
     asked, client = [], client_of(endpoint)
 
