@@ -67,7 +67,6 @@ TURN_OPTIONAL = {"thought": str, "inner": str, "act": str, "format_ok": bool, "t
 def main(argv=None):
     """Exit code 0: fine; 1: no score, a transition does not verify, or a rerun differs; 2: the user's error, in one line; 130: Ctrl-C."""
     try:
-        sys.stdout.reconfigure(errors="backslashreplace")        # a console that knows no Chinese ends nothing
         args = parse_args(argv)
         if args.report or args.watch:
             import report  # here: it imports this file
@@ -884,6 +883,7 @@ def positive(text):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")        # a console that knows no Chinese ends nothing
     code = main()
     if code == 130:
         os._exit(code)                       # threads still wait for an endpoint, and would go on asking it
