@@ -78,7 +78,7 @@ def main(argv=None):
         check_files(args)
         result = compare(*(read_result(path, args.force) for path in args.compare), force=args.force) if args.compare else score(args)
         if args.json:  # before printing: the reader of a pipe may be gone
-            write_whole(args.json, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
+            simulator.write_whole(args.json, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
         if args.compare:
             print("\n".join(result["notes"]))
             print_table(comparison_table(result))
@@ -326,15 +326,7 @@ def checked_transcripts(path):
 
 
 def write_lines(path, rows):
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def write_whole(path, text):
-    """A file appears whole or not at all. Half a character is written as JSON's escape of it."""
-    path = Path(path).resolve()                  # what a link names, not the link
-    partial = Path(f"{path}.partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(partial, path)
+    simulator.write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def cut_half_line(path):

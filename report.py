@@ -12,7 +12,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 import string
 import time
 from collections import defaultdict
@@ -21,6 +20,7 @@ from html import escape
 from pathlib import Path
 
 import evaluate
+import simulator
 
 TEMPLATE = Path(__file__).resolve().parent / "assets" / "report.html"
 STEPS_SHOWN = 8                 # a long run's dialogues would make a file that no phone opens: evenly spread steps, first and last
@@ -46,10 +46,10 @@ def write_report(paths, out=None, force=False, refresh=0):
     if len(found["results"]) == 2:
         evaluate.check_same_users(*found["results"].values(), force)
     out = Path(out) if out else paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")    # whole or not at all: a browser may be reading, --watch writing
+    if out.exists() and (not out.is_file() or out.resolve() in [path.resolve() for path in paths]):
+        raise ValueError(f"{out} is read here, or is no plain file; name another file with --out")
     try:
-        partial.write_text(page(**found, refresh=refresh), encoding="utf-8", errors="backslashreplace")    # half a character, cut by a model
-        os.replace(partial, out)
+        simulator.write_whole(out, page(**found, refresh=refresh))
     except OSError as error:
         raise ValueError(f"{out} cannot be written ({error.strerror}); name another file with --out") from None
     return out

@@ -469,8 +469,8 @@ class LLMSimulator:
             if message is None:
                 raise self._failed("no message that could be sent", raw)
             self.messages.append(message)
-            end_reason = end_of(emotion, len(self.messages) // 2 - 1, self.max_turns, message)
-            if end_reason == "farewell":
+            if farewell(message):
+                end_reason = "farewell"
                 self.client.count("farewells")
         self.emotion = emotion
         return Reaction(felt.change, emotion, message, felt.activity or felt.analysis, end_reason, None, raw, flags)
@@ -770,6 +770,17 @@ def read_cache(path, role):
     return cache, file
 
 
+def write_whole(path, text):
+    """A file appears whole or not at all: a crash may come, a browser be reading. Half a character becomes JSON's escape of it."""
+    path = Path(path).resolve()                  # what a link names, not the link
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 # ---- the flags that choose a user; train.py, evaluate.py and this file share them -----------------------------------------
 
 def add_simulator_flags(group):
@@ -924,7 +935,7 @@ class ScriptedSimulator:
         if not scenario.script:
             raise ValueError(f"scenario {scenario.id!r} has no script for the scripted user; play it with --simulator llm")
         self.scenario, self.difficulty, self.max_turns = scenario, difficulty, max_turns
-        self.emotion, self.start_emotion = start_emotion, start_emotion
+        self.emotion = start_emotion
         self.random = random.Random(f"{seed}/{scenario.id}/{difficulty}")
         self.user_texts, self.replies, self.told = [], [], []
         self.kindnesses = 0             # how often a merely kind or half-right reply was already welcomed

@@ -45,7 +45,7 @@ from rollout import (
     system_prompt,
     uses_vllm,
 )
-from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_of_all, load_scenarios, users_of
+from simulator import PROMPTS, ScriptedSimulator, add_simulator_flags, language_of_all, load_scenarios, users_of, write_whole
 
 # The embedded preset: what differs from the paper, and only that. A model of 0.6M parameters learns at another scale.
 TINY = dict(steps=36, dialogues_per_step=64, start_emotion=40, max_turns=6, temperature=0.7, max_new_tokens=64, lr=6e-4,
@@ -535,13 +535,6 @@ def write_config(run, args):
     (run / "checkpoints").mkdir(exist_ok=True)
     write_whole(run / "config.json", json.dumps({name: value for name, value in vars(args).items() if name not in ("resume", "override")},
                                                 indent=1, ensure_ascii=False) + "\n")
-
-
-def write_whole(path, text):
-    """A file appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def args_of_run(args, given):
