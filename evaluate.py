@@ -11,7 +11,7 @@ Differs from SAGE in:
   2) a dialogue whose simulator failed for good is neither a 0 nor hidden: left out, counted, headline "incomplete".
   3) each result holds the settings that made it; results of different simulators are not compared (user cases A1, A2).
 The judge is judge.py, the page report.py.
-Run: python evaluate.py --model runs/tiny-sft --json before.json             # plays; prints reference players beside it
+Run: python evaluate.py --model runs/tiny-sft/think --json before.json       # plays; prints reference players beside it
      python evaluate.py --rerun before.json                                  # the same again, from that file alone
      python evaluate.py --transcripts FILE.jsonl --verify                    # ours, or a published SAGE result file
      python evaluate.py --compare before.json after.json
@@ -502,8 +502,8 @@ def scripted_heard(turn):
 
 def labelled_by(transcripts):
     """Who named the strategies: the judges, or else the scripted user; None where nobody did."""
-    judges = sorted({" ".join(str(value)[:24] for value in (t.get("judged_by") or {"": "an unknown judge"}).values())
-                     for t in transcripts if (t.get("judge") or {}).get("strategies")})
+    who = [t.get("judged_by") or {} for t in transcripts if (t.get("judge") or {}).get("strategies")]
+    judges = sorted({f"{by.get('judge', 'an unknown judge')} {str(by.get('judge_prompts_sha256', ''))[:8]}".strip() for by in who})
     heard = any(scripted_heard(turn) for t in transcripts for turn in scored_turns(t))
     return " and ".join(judges) or ("the scripted user" if heard else None)
 
@@ -653,6 +653,8 @@ def read_result(path, force=False):
     except (ValueError, RecursionError):  # many lines: transcripts
         result = None
     if isinstance(result, dict) and "dialogues" in result:
+        if "strategies_by" not in result:  # an earlier version, whose shares were no percentages
+            result = {key: value for key, value in result.items() if key not in BEHAVIOUR[3:]}
         whole = {*rates([]), "failed", "incomplete", "per_intention", "settings"} <= result.keys()
         result = summarize([]) | result  # an older file holds fewer numbers
         if not whole or not fits(result, RESULT):
@@ -809,12 +811,15 @@ def parse_args(argv=None):
     for name in given.keys() - {action}:
         if name not in TAKES[action] if action in TAKES else name in ("out", "force"):
             parser.error(f"--{name.replace('_', '-')} does nothing beside --{action}")
-    for name in given:
-        needs = ("--judge" if name in ("judge_url", "judge_cache") and not args.judge else
-                 "--simulator llm" if name.startswith("simulator_") and args.simulator == "scripted" and not (args.judge and name in TAKES["transcripts"]) else
-                 "--no-greedy" if name == "temperature" and args.greedy else "")
-        if needs and not args.rerun:
-            parser.error(f"--{name.replace('_', '-')} does nothing {'beside --greedy' if needs == '--no-greedy' else f'without {needs}'}")
+    for name in given if not args.rerun else ():
+        for_judge = name in ("judge_url", "judge_cache") or args.transcripts and (name == "seed" or name.startswith("simulator_"))
+        lacks = ("--judge" if for_judge and not args.judge else
+                 "--train-scenarios" if name == "scenarios" and args.transcripts and not args.train_scenarios else
+                 "--simulator llm" if name.startswith("simulator_") and args.simulator == "scripted" and not (args.judge and name in TAKES["transcripts"]) else "")
+        if lacks:
+            parser.error(f"--{name.replace('_', '-')} does nothing without {lacks}")
+    if args.greedy and "temperature" in given and not args.rerun:
+        parser.error("--temperature does nothing beside --greedy")
     if args.rerun:
         return rerun_args(args, given, parser)
     how = {"think": False, "temperature": 1.0, "max_new_tokens": 1024}
@@ -832,10 +837,11 @@ def parse_args(argv=None):
 def how_it_speaks(path, how):
     """policy.json over these defaults."""
     try:
-        stored = json.loads(path.read_bytes())
-        if fits(stored, {}) and all(type(stored[name]) in (type(value), int) for name, value in how.items() if name in stored):
-            return how | {name: value for name, value in stored.items() if name in how}
-    except (ValueError, RecursionError):
+        stored = {name: value for name, value in dict(json.loads(path.read_bytes())).items() if name in how}
+        if type(stored.get("think", False)) is bool:
+            checks = {"think": bool, "temperature": temperature, "max_new_tokens": positive}
+            return how | {name: value if name == "think" else checks[name](str(value)) for name, value in stored.items()}
+    except (TypeError, ValueError, RecursionError, argparse.ArgumentTypeError):
         pass
     raise ValueError(f"{path}: not the policy.json of train.py; remove it, or give the model's folder anew")
 

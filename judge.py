@@ -134,7 +134,7 @@ def parse_abilities(text, replies):
         grade = number(lines.get(ability, ""), 1, 5)
         quote = re.search(r"[\"“「«](.+)[\"”」»]", lines[ability])
         shown = quote and plain(quote[1]).strip() and any(plain(quote[1]) in reply for reply in said)
-        if grade != int(grade) or any(reply.strip() for reply in said) and not shown:
+        if grade != int(grade) or any(plain(reply).strip() for reply in replies) and not shown:
             raise Unusable(f"{ability}: no whole grade with words that the agent said")
         found[ability] = [int(grade), quote[1] if quote else ""]
     return found

@@ -46,8 +46,9 @@ def write_report(paths, out=None, force=False, refresh=0):
     if len(found["results"]) == 2:
         evaluate.check_same_users(*found["results"].values(), force)
     out = Path(out) if out else paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
-    if out.exists() and (not out.is_file() or out.resolve() in [path.resolve() for path in paths]):
-        raise ValueError(f"{out} is read here, or is no plain file; name another file with --out")
+    read = [other.resolve() for path in paths for other in (path, path.with_suffix(".jsonl"))]
+    if out.exists() and (not out.is_file() or out.resolve() in read or paths[0].is_dir() and out.suffix != ".html"):
+        raise ValueError(f"{out} holds something else than a page; name another file with --out")
     try:
         simulator.write_whole(out, page(**found, refresh=refresh))
     except OSError as error:
@@ -189,7 +190,7 @@ def fold(title, *inner):
 
 def circumstances(settings, what="Played"):
     """One line on whom these dialogues met, since a page is mailed around alone. settings: of a result, or a run's flags."""
-    known = {key: value for key, value in settings.items() if value not in (None, "")}
+    known = {key: " and ".join(map(str, value)) if isinstance(value, list) else value for key, value in settings.items() if value not in (None, "")}
     user = {"scripted": "a scripted user (rules, no LLM: its scores are never comparable with the paper's)",
             "llm": f"an LLM user ({known.get('simulator_model', 'unknown')})", None: "an unknown user"}.get(
                 known.get("simulator"), str(known.get("simulator")))
@@ -301,7 +302,7 @@ def svg_curve(name, points, title="", *ends, width=320):
     fill = el("polygon", points=f"44,{y_of(0)} {line} {x_of(steps[-1])},{y_of(0)}") if ticks[0] <= 0 <= ticks[-1] else ""
     dots = (el("circle", text("title", f"step {step}: {value:.7g}"), cx=x_of(step), cy=y_of(value), r=3.5) for step, value in points)
     said = f"{title or name}: {values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}"
-    last = short_number(values[-1], abs(values[-1]) / 10)
+    last = f"{values[-1]:.0f}" if 1000 <= abs(values[-1]) < 1e6 else f"{values[-1]:.3g}".replace("e-0", "e-")
     return el("figure", el("figcaption", text("b", title or name), text("b", last, class_="num"), text("span", title and name)), el(
         "svg", *grid, fill, el("polyline", points=line), *dots, text("text", steps[0], x=44, y=145),
         text("text", f"step {steps[-1]}", x=width - 12, y=145, text_anchor="end"),

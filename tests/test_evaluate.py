@@ -269,12 +269,33 @@ def test_a_bad_line_is_named_in_one_line(line, what, capsys, tmp_path):
                                   ["--model", "x", "--max-turns", "0"], ["--model", "x", "--scenarios", "no/such/file"],
                                   ["--compare", "a", "b", "--judge", "m"], ["--report", "a", "--json", "r.json"], ["--watch", "a", "--limit", "3"],
                                   ["--transcripts", "a", "--repetitions", "2"], ["--model", "a", "--force"], ["--model", "a", "--judge-url", "http://u/v1"],
-                                  ["--model", "a", "--simulator-cache", "c"], ["--model", "a", "--greedy", "--temperature", "0.5"], ["--transcripts", "a", "--simulator", "llm"],
+                                  ["--model", "a", "--simulator-cache", "c"], ["--model", "a", "--greedy", "--temperature", "0.5"], ["--transcripts", "a", "--simulator", "llm"], ["--transcripts", "a", "--seed", "3"],
+                                  ["--transcripts", "a", "--scenarios", "s"], ["--transcripts", "a", "--simulator-concurrency", "3"],
                                   *(["--model", "a", "--temperature", value] for value in ("-1", "nan", "inf", "1e-30", "hot")), ["--compare", ".", "."], ["--rerun", "a", "--out", "b"],
                                   ["--report", "no/such/folder"], ["--compare", "no", "no"], ["--transcripts", "/dev/null"]])
 def test_a_users_mistake_is_one_line_and_exit_code_2(argv, capsys):
     code, out, err = run(capsys, *argv)
     assert code == 2 and not out and err.startswith("evaluate.py: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["{", "null", "5", "[1]", '{"temperature": "hot"}', '{"temperature": -1}', '{"temperature": NaN}', '{"temperature": null}',
+                                     '{"think": 5}', '{"max_new_tokens": 0}', '{"max_new_tokens": 2.5}'])
+def test_what_a_models_folder_says_of_how_it_speaks_is_checked_like_flags(content, tmp_path, capsys):
+    (tmp_path / "policy.json").write_text(content)
+    code, _, err = run(capsys, "--model", tmp_path)
+    assert code == 2 and "policy.json: not the policy.json of train.py" in err and err.count("\n") == 1
+
+
+def test_a_models_folder_sets_how_it_speaks_and_nothing_else(tmp_path):
+    (tmp_path / "policy.json").write_text('{"think": true, "temperature": 0.7, "max_new_tokens": 64, "limit": 1}')
+    args = evaluate.parse_args(["--model", str(tmp_path), "--max-new-tokens", "32"])
+    assert (args.think, args.temperature, args.max_new_tokens, args.limit) == (True, 0.7, 32, None)
+
+
+def test_shares_of_an_earlier_version_are_not_read_as_percent(tmp_path):
+    old = {key: value for key, value in result([40, 60]).items() if key != "strategies_by"} | {"format_rate": 0.99}
+    (tmp_path / "r.json").write_text(json.dumps(old))
+    assert evaluate.read_result(tmp_path / "r.json")["format_rate"] is None
 
 
 def test_a_number_that_rounds_to_nothing_has_no_sign():

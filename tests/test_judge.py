@@ -66,7 +66,7 @@ def test_evidence_may_differ_in_marks_but_not_in_words():
     for reply, shown in (("Try this:\n1. Make a list", r"Try this:\n1. Make a list"), ("I <3 [you]", r"I \u003c3 \u005byou]")):
         assert shown in simulator.quoted(reply) and listed(shown, reply)[0] == 4                # as the judge saw it
     assert listed("聞いています", "うん、聞いていますよ。") and listed("เข้าใจ", "ฉันเข้าใจคุณ")     # no spaces between words
-    for silent in ("", "❤️", "..."):
+    for silent in ("", "❤️", "...", "\n", "<", "["):
         assert listed("", silent, "") == [4, ""]                                               # nothing was said that could be quoted
     for letters in ("ear", "I he", "ou", "enoug", "听我"):                      # letters that were said, but not as words
         with pytest.raises(judge.Unusable):

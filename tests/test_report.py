@@ -95,6 +95,23 @@ def test_a_result_and_dialogues_that_do_not_belong_together_make_no_page(tmp_pat
         report.write_report(tmp_path / "a.json")
 
 
+def test_a_page_is_never_written_over_what_it_reads_or_what_is_none(tmp_path, capsys):
+    run_folder, path = a_run(tmp_path / "r", talks()), tmp_path / "a.json"
+    path.write_text(json.dumps(evaluate.summarize(talks())))
+    save(tmp_path / "a.jsonl", talks())
+    for what, out in ((path, path), (path, tmp_path / "a.jsonl"), (run_folder, run_folder / "metrics.jsonl"), (path, tmp_path)):
+        before = out.is_file() and out.read_bytes()
+        code, _, err = run(capsys, "--report", what, "--out", out)
+        assert code == 2 and err.count("\n") == 1 and (out.is_file() and out.read_bytes()) == before
+    for _ in range(2):                                                          # a page may be written again
+        assert run(capsys, "--report", path, "--out", tmp_path / "p.html")[0] == 0
+
+
+def test_a_forced_page_of_mixed_users_names_them_all(tmp_path):
+    mixed = [dialogue([45], name, played_with={"simulator": name, "difficulty": "vanilla"}) for name in ("scripted", "llm")]
+    assert "with scripted and llm, vanilla" in report.write_report(save(tmp_path / "t.jsonl", mixed), force=True).read_text()
+
+
 def test_numbers_of_an_old_result_are_filled_in_and_zeros_are_kept(tmp_path):
     stored = evaluate.summarize(talks()) | {"failure": 0.0, "strategies": {}, "mean_turns": None}
     del stored["collapse_rate"]
@@ -180,11 +197,12 @@ def test_half_a_character_does_not_cost_the_report(tmp_path):
 
 def test_strategies_by_different_readers_are_not_shown_side_by_side_without_a_word(tmp_path):
     table = lambda *names: report.write_report([tmp_path / f"{name}.jsonl" for name in names]).read_text().partition("<h2>Strategies</h2>")[2]
-    for name, label in (("one", "praise"), ("two", "advice")):
+    for name, label in (("one", "praise"), ("two", "advice"), (f"{'m' * 30}1", "praise"), (f"{'m' * 30}2", "praise")):
         save(tmp_path / f"{name}.jsonl", [dialogue([45], judged_by={"judge": name}) | {"judge": {"strategies": [[label]]}}])
     save(tmp_path / "acts.jsonl", [changed(dialogue([45]), 0, act="praise")])
     assert "Not comparable: labelled by different readers (one / two)" in table("one", "two")
     assert "labelled by different readers (one / the scripted user)" in table("one", "acts")
+    assert "different readers" in table(f"{'m' * 30}1", f"{'m' * 30}2")
     assert "As one labels" in table("one") and "Not comparable" not in table("one")
 
 
