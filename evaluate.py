@@ -108,7 +108,7 @@ def check_files(args):
         if path.resolve() in taken:
             raise ValueError(f"--{name.replace('_', '-')} {path}: this file {taken[path.resolve()]}; name another")
         taken[path.resolve()] = f"is --{name.replace('_', '-')} too"
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file() or str(path).startswith(("/dev/", "/proc/")):
             raise ValueError(f"--{name.replace('_', '-')} {path} is no plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
@@ -178,15 +178,16 @@ def play(args, scenarios, make_user, client, settings):
     """
     import rollout  # here: scoring files needs no torch
     # what chooses among dialogues, reads them, or names the same weights, changes none
-    played_with = {key: value for key, value in settings.items() if key not in ("limit", "seeds", "simulator_url")
-                   and not key.startswith(("judge", "train_scenarios")) and (key, "model_sha256" in settings) != ("model", True)}
+    by_hash = {name for name in ("model", "scenarios") if f"{name}_sha256" in settings}
+    played_with = {key: value for key, value in settings.items() if key not in {"limit", "seeds", "simulator_url"} | by_hash
+                   and not key.startswith(("judge", "train_scenarios"))}
     path, known = args.save_transcripts and Path(args.save_transcripts), []
     if path and path.exists():
         if args.rerun:
             raise ValueError(f"{path} exists; a rerun plays everything again: name a new file")
         cut_half_line(path)
         known = [*checked_transcripts(path)]
-        if cut := next((row for row in known if {"repetition", "seed"} - row.keys()), None):
+        if cut := next((row for row in known if None in (row.get("repetition"), row.get("seed"))), None):
             raise ValueError(f"{cut['where']}: no dialogue of evaluate.py (repetition or seed is missing); name another --save-transcripts")
         if other := next((row for row in known if row.get("played_with") != played_with), None):
             was = other.get("played_with") or {}
@@ -368,11 +369,11 @@ def check_transcript(transcript):
     lost = transcript["end_reason"] in ("simulator_failed", "context_full")  # then the last reply has no emotion
     for row, fields in [(transcript, FIELDS), *((turn, TURN_FIELDS) for turn in transcript["turns"])]:
         for field, kind in fields.items():
-            if type(row[field]) is not kind and not (lost and row[field] is None and field in ("change", "emotion")):
+            if not is_kind(row[field], kind) and not (lost and row[field] is None and field in ("change", "emotion")):
                 raise ValueError(f"field {field!r} cannot be {row[field]!r}")
     for row, fields in [(transcript, OPTIONAL), *((turn, TURN_OPTIONAL) for turn in transcript["turns"])]:
         for field, kind in fields.items():
-            if row.get(field) is not None and type(row[field]) is not kind:
+            if row.get(field) is not None and not is_kind(row[field], kind):
                 raise ValueError(f"field {field!r} cannot be {row[field]!r}")
     for row, field, example in [(transcript, "judge", JUDGED), *((turn, field, [""]) for turn in transcript["turns"] for field in ("raw", "flags"))]:
         if row.get(field) is not None and not fits(row[field], example):
@@ -381,6 +382,10 @@ def check_transcript(transcript):
     if not 0 <= transcript["final_emotion"] <= 100:
         raise ValueError(f"final_emotion {transcript['final_emotion']} is not in 0..100")
     return transcript
+
+
+def is_kind(value, kind):
+    return type(value) is kind and (kind is not int or abs(value) < 1e15)
 
 
 def scored_turns(transcript):
@@ -665,15 +670,15 @@ def read_result(path, force=False):
 
 
 # what a result holds, by example: all members of a list of one, or of a dict with the key ..., are like the one shown; 1 is a
-# number, 0 a number or null, [0] such a list or null
-RATES = {"n": 0, "score_se": 0} | {name + end: example for name in METRICS for end, example in (("", 0), ("_ci", [0]))}
+# number, 0 a number or null, [0] a list of these or null, [1, 1] two numbers or null
+RATES = {"n": 0, "score_se": 0} | {name + end: example for name in METRICS for end, example in (("", 0), ("_ci", [1, 1]))}
 RESULT = RATES | dict.fromkeys((*BEHAVIOUR, "failed"), 0) | dict.fromkeys(GROUPS, {...: RATES}) | {
-    "collapse_rate_ci": [0], "incomplete": 1, "strategies": {...: {"turns": 0, "per_dialogue": 0, "contribution": 0}}, "end_reasons": {...: 0}, "flags": {...: 0},
-    "references": {...: 0}, "per_seed": {...: 0}, "simulator": {...: 0}, "unseen_persona": RATES, "settings": {}, "dialogues": [["", 0, 0, ""]],
+    "collapse_rate_ci": [1, 1], "incomplete": 1, "strategies": {...: {"turns": 1, "per_dialogue": 1, "contribution": 1}}, "end_reasons": {...: 0}, "flags": {...: 0},
+    "references": {...: 0}, "per_seed": {...: 0}, "simulator": {...: 0}, "unseen_persona": RATES, "settings": {"mixed": [""]}, "dialogues": [["", 0, 0, ""]],
     "judge": {"model": "", "asked": 0, "failed": 0, "abilities": {...: {"mean": 0, "se": 0, "n": 0}}, "points": [["", 0, 0]], "empathy": 0,
               "creative": 0, "tracking_r": 0, "tracking_error": 0}}
 JUDGED = {"abilities": {...: [1, ""]}, "strategies": [[""]], "plane": [1, 1], "tracking": [0]}         # transcript["judge"]
-MAY_LACK = ("per_seed", "simulator", "unseen_persona", "judge", *JUDGED)
+MAY_LACK = ("per_seed", "simulator", "unseen_persona", "judge", "mixed", *JUDGED)
 
 
 def fits(value, example):
@@ -683,11 +688,11 @@ def fits(value, example):
             all(fits(member, like) for member in value.values()) if key is ... else key in value and fits(value[key], like) or key in MAY_LACK and key not in value
             for key, like in example.items())
     if value is None:
-        return example in (0, [0])
+        return example in (0, [0], [1, 1])
     if isinstance(example, list):
         like = example * len(value) if isinstance(value, list) and len(example) == 1 else example
         return isinstance(value, list) and len(value) == len(like) and all(map(fits, value, like))
-    return type(value) in ((str,) if example == "" else (int, float, bool))
+    return type(value) is str if example == "" else type(value) in (int, float, bool) and abs(value) < 1e15
 
 
 # ---- printing: the same tables on the terminal and in the report ----

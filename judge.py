@@ -182,7 +182,7 @@ def findings_of(transcripts):
         values, scenarios = [grade for grade, _ in grades], [scenario for _, scenario in grades]
         se = evaluate.clustered_se(values, scenarios)[0] if values else None
         result["abilities"][ability] = {"mean": evaluate.mean(values), "se": se, "n": len(values)}
-    result["points"] = [[transcript["scenario"], *judge["plane"]] for transcript, judge in found if "plane" in judge]
+    result["points"] = [[transcript["scenario"], *judge["plane"]] for transcript, judge in found if judge.get("plane")]
     for axis, key in enumerate(("empathy", "creative"), 1):
         result[key] = evaluate.mean([point[axis] for point in result["points"]])
     return result | tracking_of(found)

@@ -192,8 +192,8 @@ def circumstances(settings, what="Played"):
     """One line on whom these dialogues met, since a page is mailed around alone. settings: of a result, or a run's flags."""
     known = {key: " and ".join(map(str, value)) if isinstance(value, list) else value for key, value in settings.items() if value not in (None, "")}
     user = {"scripted": "a scripted user (rules, no LLM: its scores are never comparable with the paper's)",
-            "llm": f"an LLM user ({known.get('simulator_model', 'unknown')})", None: "an unknown user"}.get(
-                known.get("simulator"), str(known.get("simulator")))
+            "llm": f"an LLM user ({known.get('simulator_model', 'unknown')})", "None": "an unknown user"}.get(
+                str(known.get("simulator")), str(known.get("simulator")))
     said = [f"with {user}", known.get("difficulty"), "scenarios" in known and f"scenarios of {Path(str(known['scenarios'])).name}",
             "start_emotion" in known and f"start {known['start_emotion']}", "max_turns" in known and f"at most {known['max_turns']} replies"]
     return f"{what}: {', '.join(str(part) for part in said if part)}."

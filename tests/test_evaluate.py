@@ -251,10 +251,10 @@ def test_other_sampling_is_said_and_nothing_shared_is_an_error(capsys, tmp_path)
     *((json.dumps(dialogue([45], **{field: value})), f"field {field!r} cannot be {value!r}") for field, value in (
         ("opening", 5), ("character", ["a"]), ("kind", 7), ("benchmark", 1), ("repetition", "0"), ("judge", "x"))),
     *((json.dumps(changed(dialogue([45]), 0, **{field: value})), f"field {field!r} cannot be {value!r}") for field, value in (
-        ("thought", 5), ("act", ["praise"]), ("tokens", "7"), ("thought_tokens", 2.5), ("format_ok", "yes"))),
+        ("thought", 5), ("act", ["praise"]), ("tokens", "7"), ("thought_tokens", 2.5), ("format_ok", "yes"), ("tokens", 10 ** 400), ("emotion", 10 ** 400))),
     (json.dumps(changed(dialogue([45]), 0, flags=[["x"]])), "field 'flags' cannot be"), (json.dumps(changed(dialogue([45]), 0, raw=[5])), "field 'raw'"),
     *((json.dumps(dialogue([45], judge=found)), "field 'judge' cannot be") for found in (
-        {"strategies": [5]}, {"strategies": [None]}, {"plane": [1]}, {"plane": None}, {"abilities": {"x": [None, ""]}}, {"tracking": ["40"]})),
+        {"strategies": [5]}, {"strategies": [None]}, {"plane": [1]}, {"plane": [None, 1]}, {"abilities": {"x": [None, ""]}}, {"tracking": ["40"]})),
     (json.dumps(dialogue([45]) | {"turns": ["hello"]}), "t.jsonl:2: "),
     ('{"id": "x", "emo_point": 45}', "t.jsonl:2: field 'history' is missing"),
     ('{"id": "x", "emo_point": 45, "history": []}', "t.jsonl:2: "),
@@ -323,6 +323,8 @@ def test_a_device_is_not_replaced_and_a_link_is_followed(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     code, _, err = run(capsys, "--transcripts", path, "--json", tmp_path / "pipe")
     assert code == 2 and "is no plain file" in err and (tmp_path / "pipe").is_fifo()
+    for device in ("/dev/stdout", "/dev/null"):
+        assert run(capsys, "--transcripts", path, "--json", device)[0] == 2
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link.json").symlink_to(tmp_path / "elsewhere" / "r.json")                     # nothing there yet
     assert run(capsys, "--transcripts", path, "--json", tmp_path / "link.json")[0] == 0
@@ -357,7 +359,9 @@ def test_a_file_of_another_kind_is_one_line(content, argv, tmp_path, capsys):
 
 @pytest.mark.parametrize("key, value", [("dialogues", [["s", 0, "50", "x"]]), ("dialogues", [[1, 0, 50, "x"]]), ("score", "x"), ("score_ci", [1, "x"]),
                                         ("per_intention", []), ("per_intention", {"praise": 5}), ("strategies", {"praise": {"turns": 1}}), ("settings", None),
-                                        ("flags", {"x": "y"}), ("judge", {"model": "m"}), ("per_seed", [1])])
+                                        ("flags", {"x": "y"}), ("judge", {"model": "m"}), ("per_seed", [1]), ("score_se", 10 ** 400), ("score", float("nan")),
+                                        ("score_ci", [None]), ("score_ci", [1]), ("strategies", {"a": {"turns": 1, "per_dialogue": None, "contribution": 1}}),
+                                        ("settings", {"mixed": 5})])
 def test_a_result_with_a_value_of_another_kind_is_one_line(key, value, tmp_path, capsys):
     (tmp_path / "r.json").write_text(json.dumps(result([40, 60]) | {key: value}))
     for argv in (("--compare", tmp_path / "r.json", tmp_path / "r.json"), ("--report", tmp_path / "r.json"), ("--rerun", tmp_path / "r.json")):
@@ -538,7 +542,8 @@ def test_an_interrupted_evaluation_plays_only_what_is_missing(tiny, capsys, tmp_
     assert not played
     code, _, err = run(capsys, *tiny, "--seed", 6, "--save-transcripts", half)
     assert code == 2 and "dialogues of other settings (seed 5 / 6)" in err and err.count("\n") == 1
-    code, _, err = run(capsys, *tiny[:1], f"{tiny[1]}/", *tiny[2:], "--save-transcripts", half)                # the same folder
+    (tmp_path / "copy.jsonl").write_bytes((evaluate.simulator.PROMPTS / "en" / "test.jsonl").read_bytes())
+    code, _, err = run(capsys, *tiny[:1], f"{tiny[1]}/", *tiny[2:], "--scenarios", tmp_path / "copy.jsonl", "--save-transcripts", half)    # the same files
     assert code == 0 and not played
     for name, content in (("chat_template.jinja", "\n"), ("generation_config.json", "\n")):                   # it speaks otherwise now
         with open(tiny[1] / name, "a") as file:
