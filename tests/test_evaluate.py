@@ -146,6 +146,21 @@ def test_flags_repeats_lengths_and_ends_are_counted():
     assert result["end_reasons"] == {"max_turns": 2}
 
 
+@pytest.mark.parametrize("freedom, t", [(1, 12.7062), (2, 4.3027), (7, 2.3646), (10, 2.2281), (11, 2.2010), (15, 2.1314), (30, 2.0423), (63, 1.9983), (999, 1.9623)])
+def test_the_quantile_of_student_is_that_of_the_tables(freedom, t):
+    assert evaluate.student(freedom) == pytest.approx(t, rel=1e-3)
+
+
+def test_an_interval_of_the_score_stays_inside_0_and_100():
+    low, high = evaluate.summarize(finals([0] * 9 + [20])), evaluate.summarize(finals([100] * 9 + [80]))      # SE 2: 2 -+ 2.262 x 2 and 98 -+ the same
+    assert low["score_ci"] == [0, pytest.approx(6.524)] and high["score_ci"] == [pytest.approx(93.476), 100]
+
+
+def test_turns_whose_format_nobody_checked_are_left_out_of_the_format_rate():
+    assert evaluate.summarize([changed(dialogue([45, 50]), 0, format_ok=None)])["format_rate"] == 100
+    assert evaluate.summarize([changed(dialogue([45]), 0, format_ok=None)])["format_rate"] is None           # as in SAGE's files
+
+
 # ---- verify ----
 
 def test_a_true_transcript_verifies_whatever_attempts_failed():
@@ -235,6 +250,20 @@ def test_other_sampling_is_said_and_nothing_shared_is_an_error(capsys, tmp_path)
     one, two = (save(tmp_path / f"{name}.jsonl", [dialogue([45], name)]) for name in "ab")
     code, _, err = run(capsys, "--compare", one, two)
     assert code == 2 and "share no scored scenario" in err
+
+
+def test_results_that_differ_in_any_setting_of_the_user_are_not_compared():
+    for key in ("simulator", "difficulty", "start_emotion", "clamp", "max_turns", "scenarios_sha256", "prompts_sha256", "simulator_model",
+                "simulator_format", "simulator_max_tokens", "end_rules", "benchmark"):
+        with pytest.raises(ValueError, match=f"{key} 1 / 2"):
+            evaluate.compare(result([40], **{key: 1}), result([40], **{key: 2}))
+
+
+def test_judges_differ_only_where_both_results_were_judged():
+    a, b, unjudged = result([40], judge="m"), result([40], judge="n"), result([40])
+    said = lambda *results: any("THE JUDGES DIFFER: judge m" in note for note in evaluate.compare(*results)["notes"])
+    found = {"judge": {"model": "any"}}
+    assert said(a | found, b | found) and not said(a | found, a | found) and not said(a | found, unjudged) and not said(a, b)
 
 
 # ---- bad input: one line, exit code 2 ----
@@ -594,6 +623,30 @@ def test_several_seeds_are_those_of_single_runs_and_their_spread_is_printed(tiny
     assert both["per_seed"] == {"5": one["score"], "6": two["score"]} and both["n"] == 6
     said = lambda name: [[turn["reply"] for turn in json.loads(line)["turns"]] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
     assert said("both") == said("one") + said("two") and said("one") != said("two")
+
+
+def test_the_score_of_a_seed_is_that_of_its_own_repetitions(capsys, tmp_path, monkeypatch):
+    import rollout
+    talks = [dialogue([emotion], "exam/praise", repetition=number) for number, emotion in enumerate((40, 50, 60, 70))]
+    monkeypatch.setattr(rollout, "play_scenarios", lambda *args, **options: [types.SimpleNamespace(to_dict=lambda t=t: t) for t in talks])
+    (tmp_path / "s.jsonl").write_text(json.dumps({"id": "exam/praise", "player": "p", "scene": "s", "main_cha": "passive", "task": "praise"}))
+    monkeypatch.setattr(evaluate.simulator, "REFERENCE_PLAYERS", ())
+    run(capsys, "--model", "m", "--scenarios", tmp_path / "s.jsonl", "--seed", 5, "--seeds", 2, "--repetitions", 2, "--json", tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["per_seed"] == {"5": 45, "6": 65}
+
+
+def test_a_rerun_says_what_may_round_otherwise(capsys, tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps(result([40], threads=4, code_version="abc")))
+    evaluate.check_unchanged(tmp_path / "r.json", {"scenarios_sha256": "s", "prompts_sha256": "p", "threads": 1, "code_version": "abd"})
+    assert capsys.readouterr().out == "note: code_version was abc, is abd\nnote: threads was 4, is 1\n"
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path):
+    for step in ("000002", "000010", "000012.partial"):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step}" / "policy.json").write_text(json.dumps({"max_new_tokens": int(step[:6])}))
+    args = evaluate.parse_args(["--model", str(tmp_path)])
+    assert args.model == str(tmp_path / "checkpoints" / "step-000010") and args.max_new_tokens == 10
 
 
 # ---- personas, strategies, collapse ----

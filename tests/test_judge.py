@@ -68,7 +68,7 @@ def test_evidence_may_differ_in_marks_but_not_in_words():
     assert listed("聞いています", "うん、聞いていますよ。") and listed("เข้าใจ", "ฉันเข้าใจคุณ")     # no spaces between words
     for silent in ("", "❤️", "...", "\n", "<", "["):
         assert listed("", silent, "") == [4, ""]                                               # nothing was said that could be quoted
-    for letters in ("ear", "I he", "ou", "enoug", "听我"):                      # letters that were said, but not as words
+    for letters in ("ear", "I he", "ou", "enoug", "听我", "a lot. You said"):       # letters that were said, but not as words of one reply
         with pytest.raises(judge.Unusable):
             quote(letters)
 
@@ -79,6 +79,7 @@ def test_labels_are_read_for_every_turn_or_not_at_all():
                 "Turn 1: empathy\nTurn 2: advice, praise, other", "Turn 1: empathy\nTurn 2: advice\nTurn 1: advice"):
         with pytest.raises(judge.Unusable):
             judge.parse_strategies(bad, 2)
+    assert judge.parse_strategies("Turn 1: empathy, empathy", 1) == [["empathy"]]                  # said twice, used once
 
 
 def test_the_plane_and_the_moods_stay_on_their_scales():
@@ -107,10 +108,19 @@ def test_an_unusable_answer_is_asked_for_again_three_times_in_all_and_then_count
 def test_an_endpoint_that_fails_is_counted_and_ends_nothing():
     def fail(text, seed):
         raise simulator.SimulatorFailed("gone")
-    talks = [dialogue([45]), dialogue([], end_reason="simulator_failed")]
-    judge.judge_dialogues(Fake(fail), talks)
+    talks, client = [dialogue([45]), dialogue([], end_reason="simulator_failed")], Fake(fail)
+    judge.judge_dialogues(client, talks)
+    assert len(client.prompts) == 3                                            # once each: the client itself has tried again
     result = evaluate.summarize(talks)["judge"]
     assert (result["asked"], result["failed"], result["points"], result["empathy"]) == (3, 3, [], None)
+
+
+def test_the_seeds_of_the_judge_come_from_the_seed_and_the_scenario():
+    def seeds(scenario, seed):
+        client = Fake(good)
+        judge.judge_dialogues(client, [dialogue([45, 55], scenario)], seed)
+        return {*client.seeds}
+    assert seeds("a", 0) == seeds("a", 0) and len(seeds("a", 0) | seeds("b", 0) | seeds("a", 1)) == 9         # 3 calls each
 
 
 def test_nothing_that_was_said_can_be_read_as_an_order_or_a_line_of_the_answer():
@@ -148,6 +158,8 @@ def test_emotion_tracking_holds_a_thoughts_reading_against_the_emotion_before_it
     result = judge.tracking_of(upside_down)
     assert result["tracking_r"] == pytest.approx(-356.25 / 368.75) and result["tracking_error"] == (25 + 10 + 10 + 25) / 4
     assert judge.tracking_of([(talk, {"tracking": [50] * 4})])["tracking_r"] is None      # one reading for all is no tracking
+    two = judge.tracking_of([(talk, {"tracking": [30, 70, None, None]})])                 # two points always lie on a line
+    assert two == {"tracking_r": None, "tracking_error": (10 + 25) / 2, "tracking_n": 2}
 
 
 def test_repetitions_are_one_cluster_for_the_judge_too():

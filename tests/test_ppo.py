@@ -650,6 +650,17 @@ def test_the_mismatch_is_measured_before_the_first_step_only(model, chat, scenar
     assert metrics["mismatch_max"] < 1e-4 and metrics["ratio_max"] > 1.01
 
 
+def test_kl_and_largest_ratio_of_an_update_by_a_loop(model, chat, scenarios):
+    dialogues = ragged(chat, scenarios, True)
+    batch, new = ppo.make_batch(dialogues), alone(model, dialogues)[0].tolist()
+    gaps = [0.1 + 0.5 * math.sin(i) for i in range(len(new))]                      # log pi_new - log pi_old of each token
+    batch.old_logprobs = torch.tensor([logprob - gap for logprob, gap in zip(new, gaps)])
+    _, metrics = gradients_of_update(model, batch, torch.ones(len(new)), settings(minibatches=2, epochs=2))
+    assert metrics["approx_kl"] == pytest.approx(sum(math.exp(gap) - gap - 1 for gap in gaps) / len(gaps), rel=1e-3)      # k3 of KL(old || new)
+    assert metrics["approx_kl_k1"] == pytest.approx(-sum(gaps) / len(gaps), rel=1e-3)
+    assert metrics["ratio_max"] == pytest.approx(max(map(math.exp, gaps)), rel=1e-3)
+
+
 @pytest.mark.parametrize("lag, weight", [(math.log(1.5), 1.5), (math.log(3.0), 2.0), (-math.log(4.0), 0.25)])
 def test_an_engine_that_lags_behind_is_corrected_by_a_weight_up_to_the_cap(model, chat, scenarios, lag, weight):
     batch = ppo.make_batch(play(model, chat, scenarios, True))
@@ -927,6 +938,19 @@ def test_a_value_a_turn_is_fitted_to_the_return_at_the_turns_first_token(model, 
     batch, cfg, critic = ppo.make_batch([made([2, 2], [30, 80])]), settings(gae="dialogue", gamma=0.5), ppo.Critic(model, values)
     metrics = ppo.update(model, critic, {"critic": Keep(critic)}, batch, cfg, random.Random(0), train_policy=False)
     assert metrics["v_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("values, explained", [([0.2, 0.2, 0.8, 0.8], 1), ([0.1, 0.1, 0.7, 0.7], 1), ([0.5] * 4, 0), ([0.8, 0.8, 0.2, 0.2], -3)])
+def test_explained_variance_worked_by_hand(values, explained):
+    batch = ppo.make_batch([made([2], [20]), made([2], [80])])               # returns .2 .2 .8 .8; a value off by a constant still explains all
+    assert ppo.estimate(Fixed(values), batch, settings())[3]["explained_var"] == pytest.approx(explained, abs=1e-5)
+
+
+def test_the_value_loss_is_a_mean_over_epochs(model):
+    batch, critic, returns = ppo.make_batch([made([2, 2], [30, 80])]), ppo.Critic(model), torch.tensor([0.1, 0.2, 0.4, 0.8])
+    for epochs in (1, 3):                                                    # nothing is updated, so every epoch has the same loss
+        metrics = ppo.update_critic(critic, Keep(critic), batch, torch.full((4,), 0.3), returns, settings(epochs=epochs), random.Random(0))
+        assert metrics["v_loss"] == pytest.approx((0.2 ** 2 + 0.1 ** 2 + 0.1 ** 2 + 0.5 ** 2) / 8, rel=1e-4)
 
 
 @pytest.mark.parametrize("think, values", [(True, "token"), (True, "turn"), (False, "token"), (False, "turn")])

@@ -1,9 +1,10 @@
-"""report.py: whatever was said stays text; the page works in a real (headless) browser; it needs no other file."""
+"""report.py: whatever was said stays text; what is drawn stands where its number says; the page works in a real (headless) browser; it needs no other file."""
 import json
 import os
 import re
 import shutil
 import subprocess
+from xml.etree import ElementTree
 
 import pytest
 from test_evaluate import SAGE, changed, dialogue, run, save
@@ -245,6 +246,118 @@ def test_a_broken_file_of_a_run_is_named_in_one_line(tmp_path, capsys, name, wor
 def test_a_mistake_is_one_line(argv, capsys):
     code, out, err = run(capsys, *argv)
     assert code == 2 and not out and err.startswith("evaluate.py: ") and err.count("\n") == 1
+
+
+# ---- what is drawn, read back from the page: places worked out by hand ----
+
+def section(path, title):
+    """The elements of one section of the page."""
+    return ElementTree.fromstring(re.search(f"<section><h2>{title}</h2>.*?</section>", path.read_text(encoding="utf-8"), re.S)[0])
+
+
+def having(tree, tag, class_):
+    return [element for element in tree.iter(tag) if class_ in element.get("class", "").split()]
+
+
+def words(element):
+    return "".join(element.itertext())
+
+
+def two_results(folder, **more):
+    """before.json and after.json; more[key]: their values of that key."""
+    folder.mkdir(exist_ok=True)
+    for place, (name, finals) in enumerate((("before", [40, 60]), ("after", [80, 90, 100]))):
+        result = evaluate.summarize([dialogue([value], f"s{number}") for number, value in enumerate(finals)])
+        (folder / f"{name}.json").write_text(json.dumps(result | {key: values[place] for key, values in more.items()}))
+    return report.write_report(folder)
+
+
+def test_curves_stand_where_their_numbers_say(tmp_path):
+    rows = [{"step": 10, "emotion": 25, "entropy": 1, "below": -1, "far": 6.5, "seconds": 60}, {"step": 20, "emotion": 75, "below": 1, "far": 5, "seconds": 60},
+            {"step": 40, "emotion": 50, "entropy": 2, "below": 0, "far": 6, "seconds": 30}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = report.write_report(tmp_path)
+    plots = {figure.find("figcaption/b").text: figure.find("svg") for figure in section(path, "Learning curves").iter("figure")}
+    x = {10: "44.0", 20: "132.0", 40: "308.0"}                      # a frame of 264 by 116: right of 44, up from 128 to 12
+    for name, ticks, curve, floor in (
+            ("mean final emotion, points", {"0": 128.0, "50": 70.0, "100": 12.0}, {10: "99.0", 20: "41.0", 40: "70.0"}, "128.0"),
+            ("entropy, nats a token", {"0": 128.0, "1": 70.0, "2": 12.0}, {10: "70.0", 40: "12.0"}, "128.0"),
+            ("below", {"-1": 128.0, "0": 70.0, "1": 12.0}, {10: "128.0", 20: "12.0", 40: "70.0"}, "70.0"),
+            ("far", {"5": 128.0, "6": 70.0, "7": 12.0}, {10: "41.0", 20: "128.0", 40: "70.0"}, None)):        # no 0 on its scale: nothing to fill down to
+        svg, line = plots[name], " ".join(f"{x[step]},{y}" for step, y in curve.items())
+        assert svg.find("polyline").get("points") == line, name
+        assert [(dot.get("cx"), dot.get("cy")) for dot in svg.findall("circle")] == [(x[step], y) for step, y in curve.items()]
+        assert [words(dot).partition(":")[0] for dot in svg.findall("circle")] == [f"step {step}" for step in curve]
+        assert [float(grid.get("y1")) for grid in having(svg, "line", "grid")] == [*ticks.values()]
+        *labels, first, last = svg.findall("text")
+        assert {label.text: float(label.get("y")) - 4 for label in labels} == ticks and (first.text, last.text) == ("10", "step 40")
+        assert [fill.get("points") for fill in svg.findall("polygon")] == ([f"44,{floor} {line} 308.0,{floor}"] if floor else []), name
+    assert [words(tile) for tile in having(section(path, "Results"), "div", "tile")] == [
+        "25.0 → 50.0mean final emotion, trainingbest 75.0", "40steps2.5 minutes"]
+
+
+def test_a_groups_bar_is_its_interval_and_its_dot_the_score(tmp_path):
+    path = two_results(tmp_path / "r")
+    drawn = section(path, "By hidden intention")
+    # 40 and 60: SE 10, 50 -+ 12.7 x 10, cut at both ends; 80, 90 and 100: SE 5.77, 90 -+ 4.303 x 5.77, cut at 100
+    assert [bar.get("style") for bar in having(drawn, "i", "span")] == ["left:0.0%;width:100.0%", "left:65.2%;width:34.8%"]
+    assert [bar.get("style") for bar in having(drawn, "i", "dot")] == ["left:50.0%", "left:90.0%"]
+    assert [bar.get("class") for bar in having(drawn, "div", "track")[0]] == ["span k0", "dot k0", "span k1", "dot k1"]
+    assert [key.get("class") for key in having(drawn, "span", "key")] == ["key k0", "key k1"] and words(having(drawn, "div", "row")[0]) == "praise50.0 → 90.0"
+    assert words(having(section(path, "Results"), "div", "tile")[0]) == "50.0 → 90.0score, points95 % of after: 65.2 to 100.0"
+
+
+def test_the_histogram_counts_tens_and_the_hundred_alone(tmp_path):
+    files = [save(tmp_path / f"{name}.jsonl", [dialogue([value], f"s{number}") for number, value in enumerate(finals)])
+             for name, finals in (("a", [0, 9, 10, 89, 90, 99, 100, 100]), ("b", [5, 10, 10, 19]))]
+    bins, axis = having(section(report.write_report(files), "Final emotions"), "div", "bins")
+    share = {0: (25, 25), 10: (12.5, 75), 80: (12.5, 0), 90: (25, 0), 100: (25, 0)}              # percent of a and of b; the highest, 75, is drawn as 100
+    assert [label.text for label in axis] == [str(low) for low in range(0, 101, 10)] and len(bins) == 11
+    for low, column in zip(range(0, 101, 10), bins):
+        for name, class_, percent, bar in zip("ab", ("k0", "k1"), share.get(low, (0, 0)), column, strict=True):
+            assert (bar.get("class"), bar.get("style")) == (class_, f"height:{percent / 75 * 100:.1f}%")
+            assert bar.get("title") == f"{name}: {percent:.1f} % end at {low} to {min(100, low + 9)}"
+
+
+def test_a_strategys_bars_show_its_uses_and_its_gain_or_loss(tmp_path):
+    row = lambda often, gain: {"turns": 1, "per_dialogue": often, "contribution": gain}
+    path = two_results(tmp_path / "r", strategies=[{"praise": row(0.5, 4), "advice": row(1, -3)}, {"praise": row(2, 11), "advice": row(1.5, 0)}])
+    rows = [[words(line[1]), line.find(".//div[@class='bar']/i"), *line.find(".//div[@class='gain']")] for line in section(path, "Strategies").find(".//tbody")]
+    assert [(source, often.get("class"), often.get("style"), gain.get("class"), gain.get("style")) for source, often, gain in rows] == [
+        ("before", "k0", "width:25.0%", "up", "width:20.0%"), ("after", "k1", "width:100.0%", "up", "width:50.0%"),       # the most used one, 2, fills its place;
+        ("before", "k0", "width:50.0%", "down", "width:15.0%"), ("after", "k1", "width:75.0%", "up", "width:0.0%")]       # 10 points fill half of theirs
+    page = path.read_text()
+    assert ".up { left: 50%; background: var(--high)" in page and ".down { right: 50%; background: var(--low)" in page
+
+
+def test_a_result_keeps_its_colour_where_the_other_has_no_strategies(tmp_path):
+    path = two_results(tmp_path / "r", strategies=[{}, {"praise": {"turns": 1, "per_dialogue": 1, "contribution": 1}}])
+    assert section(path, "Strategies").find(".//div[@class='bar']/i").get("class") == "k1"
+
+
+def test_the_plane_has_empathy_above_and_creative_to_the_right(tmp_path):
+    found = lambda *points, **mean: {"model": "m", "asked": 4, "failed": 0, "abilities": {}, "points": points, "tracking_r": None, "tracking_error": None} | mean
+    path = two_results(tmp_path / "r", judge=[found(["x", 5, -5], ["y", -5, 0], empathy=0, creative=-2.5), found(["z", 3, 4], empathy=3, creative=4)])
+    plane = section(path, "Abilities, as judged").find(".//figure[@class='plane']/svg")
+    assert plane.get("viewBox") == "0 0 340 340"                             # its middle is at 170, a point of the scale is 28 wide
+    assert [(dot.get("cx"), dot.get("cy"), dot.get("class")) for dot in plane.findall("circle")] == [
+        ("30.0", "30.0", "k0 faint"), ("170.0", "310.0", "k0 faint"), ("100.0", "170.0", "k0 mean"), ("282.0", "86.0", "k1 faint"), ("282.0", "86.0", "k1 mean")]
+    at = {label.text: (int(label.get("x")), int(label.get("y"))) for label in plane.findall("text")}
+    assert at["empathy"][1] < 30 < 310 < at["solution"][1] and at["structured"][0] < 30 < 310 < at["creative"][0]
+
+
+def test_a_files_name_cannot_leave_the_attribute_that_holds_it(tmp_path):
+    name = 'a" onclick="x & <b>'
+    drawn = section(report.write_report(save(tmp_path / f"{name}.jsonl", talks())), "Final emotions")
+    bars = having(drawn, "i", "k0")
+    assert len(bars) == 11 and all(bar.get("title").startswith(f"{name}: ") and set(bar.attrib) == {"class", "style", "title"} for bar in bars)
+
+
+def test_what_an_old_result_lacks_is_counted_from_its_dialogues_and_nothing_else(tmp_path):
+    save(tmp_path / "r.jsonl", talks())
+    whole = evaluate.summarize(talks(), {"model": "m"}) | {"mean_turns": 7}
+    (tmp_path / "r.json").write_text(json.dumps({key: value for key, value in whole.items() if key not in ("repeat_rate", "collapse_rate", "per_kind", "per_character")}))
+    assert report.read_both(tmp_path / "r.json")[0] == whole and whole["repeat_rate"] == 0 and whole["per_character"]
 
 
 # ---- in a browser ----

@@ -297,6 +297,15 @@ def test_sampled_tokens_are_trained_as_sampled_with_thinking(chat):
     assert engine.asked[0][1][0] == chat.encode(chatml(MESSAGES[0], REPLIES[0], MESSAGES[1]))
 
 
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_the_tokens_of_a_thought_end_with_its_closing_tag(chat, finish):
+    thought, reply = chat.encode(f"<think>{THOUGHTS[0]}</think>"), chat.encode(REPLIES[0]) + [chat.end_ids[-1]] * (finish == "stop")
+    for think, length in ((True, len(thought)), (False, 0)):
+        dialogue, _, _ = play(chat, think, [(thought + reply, finish)], MESSAGES[:1])
+        turn, = dialogue.to_dict()["turns"]
+        assert (turn["tokens"], turn["thought_tokens"]) == (len(thought + reply), length)
+
+
 def test_white_space_around_a_sampled_reply_stays_in_the_tokens_and_not_in_what_the_user_hears(chat):
     dialogue, engine, user = play(chat, False, ["  Hello.\n", "Yes."], MESSAGES[:2])
     assert user.heard[0] == "Hello."
@@ -648,6 +657,30 @@ def test_a_straggler_delays_only_its_own_dialogue(chat):
         rollout(TalkingEngine(chat, lambda key, turn: "Yes."), chat, dialogues, lambda d: (Straggler if d.seed == 2 else TalkingUser)(MESSAGES),
                 SYSTEM, pool, on_end)
     assert ended[-1] == 2 and sorted(ended) == list(range(6)) and len(dialogues[2].turns) == 3
+
+
+def test_a_slow_user_does_not_stop_the_engine_while_it_has_other_work(chat):
+    both_said = threading.Event()
+
+    class OneAtATime(TalkingEngine):
+        ended = 0
+
+        def step(self):                                       # like vLLM, where one reply ends while another goes on; here once both have begun
+            if len(self.asked) < 2 or not self.waiting:
+                return []
+            self.ended += 1
+            if self.ended == 2:
+                both_said.set()
+            return [self.answer(self.waiting.pop(0))]
+
+    class Slow(TalkingUser):
+        def hear(self, reply):
+            assert both_said.wait(20), "the engine waited for a user although it had work"
+            return super().hear(reply)
+    dialogues = [Dialogue(PERSON, False, i) for i in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        rollout(OneAtATime(chat, lambda key, turn: "Yes."), chat, dialogues, lambda d: Slow(MESSAGES), SYSTEM, pool)
+    assert [len(d.turns) for d in dialogues] == [3, 3]
 
 
 def test_users_in_threads_and_users_inline_have_the_same_dialogues(model, chat, scenarios):
