@@ -130,7 +130,7 @@ def score(args):
         if args.save_transcripts and Path(args.save_transcripts).exists():
             raise ValueError(f"{args.save_transcripts} exists; name a new file")
         transcripts = read_transcripts(args.transcripts)
-        settings_of_file(args.transcripts, [t | {"judged_by": None} for t in transcripts], args.force)       # both said before the judge is paid
+        settings_of_file(args.transcripts, transcripts, args.force)       # both said before the judge is paid
         if args.train_scenarios:
             of_unseen_personas(transcripts, args.scenarios, args.train_scenarios)
     else:
@@ -151,7 +151,7 @@ def score(args):
     if args.transcripts:
         settings = settings_of_file(args.transcripts, transcripts, args.force)
     elif not judging:  # the file may hold what a judge of another call found
-        transcripts = [{key: value for key, value in row.items() if key not in ("judge", "judged_by")} for row in transcripts]
+        transcripts = without_judge(transcripts)
     result = (summarize(transcripts, settings, references) | (verify(transcripts) if args.verify else {})
               | ({"simulator": client.take_counts()} if client else {}))
     if judging:
@@ -185,7 +185,7 @@ def play(args, scenarios, make_user, client, settings):
     if path and path.exists():
         if args.rerun:
             raise ValueError(f"{path} exists; a rerun plays everything again: name a new file")
-        cut_half_line(path)
+        simulator.mend_last_line(path, b'{"scenario": ', "--save-transcripts")
         known = [*checked_transcripts(path)]
         if cut := next((row for row in known if None in (row.get("repetition"), row.get("seed"))), None):
             raise ValueError(f"{cut['where']}: no dialogue of evaluate.py (repetition or seed is missing); name another --save-transcripts")
@@ -193,7 +193,9 @@ def play(args, scenarios, make_user, client, settings):
             was = other.get("played_with") or {}
             raise ValueError(f"{path} holds dialogues of other settings ({listed(differing(was, played_with, was | played_with))}); "
                              "name another --save-transcripts")
-        known = [{key: value for key, value in row.items() if key != "where"} for row in known if not failed(row)]
+        once = {(row["scenario"], row["seed"]): {key: value for key, value in row.items() if key != "where"}
+                for row in reversed(known) if not failed(row)}       # two processes may have played the same dialogue
+        known = [*once.values()][::-1]
         write_lines(path, known)
     with open(path or os.devnull, "a", encoding="utf-8") as file:
         def keep(dialogue):
@@ -294,7 +296,7 @@ def settings_of_file(path, transcripts, force=False):
         for key in dict.fromkeys(key for row in rows for key in row):
             values = list({json.dumps(row.get(key), sort_keys=True): row.get(key) for row in rows}.values())
             settings[key] = values[0] if len(values) == 1 else values
-            mixed += [key] * (len(values) > 1)
+            mixed += [key] * (len(values) > 1 and rows is said)          # judges change no score; labelled_by() names them
     if mixed and not force:
         raise ValueError(f"{path} holds dialogues of different settings ({', '.join(mixed)}), which have no common score; split the file "
                          "(--force scores it all the same)")
@@ -305,36 +307,30 @@ def settings_of_file(path, transcripts, force=False):
 
 def read_transcripts(path):
     """Every line of the file as a transcript; "where" is added (file:line). ValueError names a line that is not one."""
-    if transcripts := [*checked_transcripts(path)]:
-        return transcripts
-    raise ValueError(f"{path}: no dialogue in it")
+    transcripts, seen = [*checked_transcripts(path)], {}
+    if not transcripts:
+        raise ValueError(f"{path}: no dialogue in it")
+    for transcript in transcripts:
+        first = seen.setdefault(json.dumps([transcript.get(key) for key in ("scenario", "repetition", "seed", "played_with")]), transcript["where"])
+        if first != transcript["where"]:
+            raise ValueError(f"{transcript['where']}: the dialogue of {first} once more (scenario, repetition and seed are equal); "
+                             "it would count twice")
+    return transcripts
 
 
 def checked_transcripts(path):
-    """The transcripts of a file that may be empty. ValueError: not one, or one that stands there already."""
-    seen = {}
+    """The transcripts of a file that may be empty."""
     for where, row in read_jsonl(path):
         try:
-            transcript = check_transcript(from_sage(row) if "emo_point" in row else row) | {"where": where}
+            yield check_transcript(from_sage(row) if "emo_point" in row else row) | {"where": where}
         except KeyError as error:
             raise ValueError(f"{where}: field {error} is missing") from None
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: no transcript: {error}") from None
-        first = seen.setdefault(json.dumps([transcript.get(key) for key in ("scenario", "repetition", "seed", "played_with")]), where)
-        if first != where:
-            raise ValueError(f"{where}: the dialogue of {first} once more (scenario, repetition and seed are equal); it would count twice")
-        yield transcript
 
 
 def write_lines(path, rows):
     simulator.write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def cut_half_line(path):
-    """Drop a last line that a crash left half-written."""
-    text = Path(path).read_bytes()
-    if not text.endswith(b"\n"):
-        Path(path).write_bytes(text[:text.rfind(b"\n") + 1])
 
 
 def read_jsonl(path):
@@ -382,6 +378,10 @@ def check_transcript(transcript):
     if not 0 <= transcript["final_emotion"] <= 100:
         raise ValueError(f"final_emotion {transcript['final_emotion']} is not in 0..100")
     return transcript
+
+
+def without_judge(transcripts):
+    return [{key: value for key, value in transcript.items() if key not in ("judge", "judged_by")} for transcript in transcripts]
 
 
 def is_kind(value, kind):

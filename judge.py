@@ -175,8 +175,8 @@ def findings_of(transcripts):
     repetitions of a scenario (evaluate.clustered_se). asked: questions put, four a dialogue, or three where nothing was thought."""
     found = [(transcript, transcript["judge"]) for transcript in transcripts if transcript.get("judge") is not None]
     asked = sum(3 + any(turn.get("thought") for turn in evaluate.scored_turns(transcript)) for transcript, _ in found)
-    result = {"model": next((by["judge"] for t in transcripts if isinstance((by := t.get("judged_by") or {}).get("judge"), str)), "an unknown judge"),
-              "asked": asked, "failed": asked - sum(len(judge) for _, judge in found), "abilities": {}}
+    judges = sorted({str((transcript.get("judged_by") or {}).get("judge", "an unknown judge")) for transcript, _ in found})
+    result = {"model": " and ".join(judges), "asked": asked, "failed": asked - sum(len(judge) for _, judge in found), "abilities": {}}
     for ability in ABILITIES:
         grades = [(judge["abilities"][ability][0], transcript["scenario"]) for transcript, judge in found if ability in judge.get("abilities", {})]
         values, scenarios = [grade for grade, _ in grades], [scenario for _, scenario in grades]

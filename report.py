@@ -46,8 +46,7 @@ def write_report(paths, out=None, force=False, refresh=0):
     if len(found["results"]) == 2:
         evaluate.check_same_users(*found["results"].values(), force)
     out = Path(out) if out else paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
-    read = [other.resolve() for path in paths for other in (path, path.with_suffix(".jsonl"))]
-    if out.exists() and (not out.is_file() or out.resolve() in read or paths[0].is_dir() and out.suffix != ".html"):
+    if out.exists() and not (out.is_file() and out.read_bytes()[:15].lower() == b"<!doctype html>"):
         raise ValueError(f"{out} holds something else than a page; name another file with --out")
     try:
         simulator.write_whole(out, page(**found, refresh=refresh))
@@ -117,6 +116,8 @@ def read_both(path, force=False):
         transcripts = [transcript for transcript in transcripts if row(transcript) in result["dialogues"]]
         if len(transcripts) != len(result["dialogues"]):
             raise ValueError(f"{talks} holds other dialogues than {path}; rename one of them")
+        if not result.get("judge"):              # a judge of another call may have read them since
+            transcripts = evaluate.without_judge(transcripts)
         # numbers that the result file was too old to hold
         result |= {key: value for key, value in evaluate.summarize(transcripts).items() if result.get(key) in (None, {})}
     return result, transcripts

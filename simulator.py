@@ -752,12 +752,11 @@ def retry_after(headers):
 
 def read_cache(path, role):
     """-> ({request hash: answer}, file descriptor to append to). A last line that a crash left half-written is cut off."""
-    path = Path(path)
+    path, cache = Path(path), {}
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    content, cache = path.read_bytes(), {}
-    whole = content.rfind(b"\n") + 1
-    for number, line in enumerate(content[:whole].splitlines(), 1):
+    mend_last_line(path, b'{"request": ', f"--{role}-cache")
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
             cache[row["request"]] = row
@@ -765,9 +764,24 @@ def read_cache(path, role):
                 raise ValueError
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path}:{number}: no line of a cache of answers; name another --{role}-cache") from None
-    if whole < len(content):
-        os.ftruncate(file, whole)
     return cache, file
+
+
+def mend_last_line(path, start, flag):
+    """Cut off a last line that a crash left half-written; one that only lacks its end gets it. ValueError: it is none of ours."""
+    content = Path(path).read_bytes()
+    whole = content.rfind(b"\n") + 1
+    rest = content[whole:]
+    if not rest.startswith(start) and not start.startswith(rest):
+        raise ValueError(f"{path}: its last line was not written here; name another {flag}")
+    try:
+        json.loads(rest or "0")
+    except ValueError:
+        os.truncate(path, whole)
+    else:
+        if rest:
+            with open(path, "ab") as file:
+                file.write(b"\n")
 
 
 def write_whole(path, text):
@@ -814,13 +828,14 @@ def users_of(args):
     if not 0 <= args.max_simulator_failures <= 1:
         raise ValueError(f"--max-simulator-failures is a share from 0 to 1, not {args.max_simulator_failures}")
     if args.simulator == "scripted":
-        if args.simulator_model:
-            raise ValueError(f"--simulator-model {args.simulator_model} plays the user only with --simulator llm")
+        for name in ("model", "url", "cache"):
+            if getattr(args, f"simulator_{name}"):
+                raise ValueError(f"--simulator-{name} {getattr(args, f'simulator_{name}')} does something only with --simulator llm")
         return lambda scenario, *rules: ScriptedSimulator(scenario, args.difficulty, *rules), None
     args.simulator_url = args.simulator_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
     if not args.simulator_model:
         raise ValueError("--simulator llm needs --simulator-model, the name of the model that plays the user")
-    share = args.simulator_concurrency and max(1, args.simulator_concurrency // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    share = args.simulator_concurrency // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) or min(1, args.simulator_concurrency)
     client = LLMClient(args.simulator_model, args.simulator_url, args.simulator_format, args.simulator_cache, share, args.simulator_timeout,
                        args.simulator_max_tokens, (args.simulator_price_in, args.simulator_price_out))
     client.probe()

@@ -152,27 +152,29 @@ def parse_args(argv=None):
     return check_args(args)
 
 
+# what a flag may be, both ends included; RL needs sampled replies, so no temperature of 0
+RANGES = {(1, math.inf): "steps save_every keep dialogues_per_step max_turns max_new_tokens epochs minibatches tokens_per_batch",
+          (0, math.inf): "threads max_context lora_rank warmup_steps critic_warmup critic_lr_warmup clip_high value_clip kl_coef ent_coef "
+                         "imitation_coef tis_cap max_mismatch",
+          (0, 1): "gamma gae_lambda lr_end weight_decay", (0, 0.999999): "adam_beta2", (1e-12, 1): "lr critic_lr",
+          (1e-9, math.inf): "clip_eps max_grad_norm", (0.01, 1): "engine_memory", (0.01, 100): "temperature"}
+
+
 def check_args(args):
     """Raise ValueError for what cannot work, before anything is loaded."""
     if args.preset == "paper" and not args.model and not args.resume:
         raise ValueError("--preset paper needs --model (a Hugging Face folder or name); --preset tiny needs nothing")
-    for name in ("steps", "save_every", "keep", "dialogues_per_step", "max_turns", "max_new_tokens", "epochs", "minibatches", "tokens_per_batch"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    for (low, high), names in RANGES.items():
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:             # NaN is refused too
+                raise ValueError(f"--{name.replace('_', '-')} must be {f'from {low:g} to {high:g}' if high < math.inf else f'at least {low:g}'}, "
+                                 f"not {getattr(args, name)}")
     if not 10 <= args.start_emotion < 100:
         raise ValueError(f"--start-emotion must be from 10 to 99, not {args.start_emotion}: dialogues end below 10 and at 100")
     uses_vllm(args.engine)                                         # not installed: say so now
     ranks, parallel = int(os.environ.get("WORLD_SIZE", 1)), args.tensor_parallel
     if parallel < 1 or ranks % parallel or parallel > 1 and args.engine != "vllm":
         raise ValueError(f"--tensor-parallel {parallel} needs --engine vllm and torchrun --nproc-per-node with a multiple of it, not {ranks}")
-    if not args.temperature > 0:
-        raise ValueError("--temperature must be above 0: RL needs sampled replies")
-    for name, value in vars(args).items():
-        if value != value:
-            raise ValueError(f"--{name.replace('_', '-')} must be a number")
-    for name in ("lr", "critic_lr"):
-        if not getattr(args, name) > 0:                            # NaN is refused too
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
     if args.name in (".", "..") or "/" in args.name:
         raise ValueError(f"--name {args.name}: one folder name is needed, the run goes to runs/NAME")
     if args.tracker != "none":
@@ -682,7 +684,7 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:                        # before the first step; later catch_signals() is there
-        print("train.py: stopped; nothing was trained yet", file=sys.stderr)
+        print("train.py: stopped; nothing was trained in this call", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:
         rank = int(os.environ.get("RANK", 0))

@@ -416,6 +416,8 @@ def test_a_dialogue_that_stands_twice_is_named(tmp_path, capsys):
     path = save(tmp_path / "t.jsonl", [dialogue([45], "a"), dialogue([50], "b"), dialogue([99], "a")])
     code, _, err = run(capsys, "--transcripts", path)
     assert code == 2 and "t.jsonl:3: the dialogue of" in err and "t.jsonl:1 once more" in err
+    with pytest.raises(ValueError, match="t.jsonl:3"):
+        evaluate.read_result(path)
     save(tmp_path / "t.jsonl", [dialogue([45], "a"), dialogue([50], "a", repetition=1), dialogue([99], "a", seed=7)])
     assert run(capsys, "--transcripts", path)[0] == 0
 
@@ -581,10 +583,17 @@ def test_an_interrupted_evaluation_plays_only_what_is_missing(tiny, capsys, tmp_
         assert code == 2 and "model_sha256" in err
         (tiny[1] / name).write_text((tiny[1] / name).read_text().removesuffix(content))
     lines = half.read_text().splitlines(keepends=True)
-    for field in ("end_reason", "seed", "turns"):
+    half.write_text("".join(lines + lines[:2]).removesuffix("\n"))                            # two processes were killed; an editor ate the last end
+    assert run(capsys, *tiny, "--save-transcripts", half)[0] == 0 and not played and half.read_text() == "".join(lines)
+    (tmp_path / "notes.txt").write_text("my only notes, one line")
+    code, _, err = run(capsys, *tiny, "--save-transcripts", tmp_path / "notes.txt")
+    assert code == 2 and "was not written here" in err and (tmp_path / "notes.txt").read_text() == "my only notes, one line"
+    for field in ("end_reason", "turns", "repetition", "seed"):
         (tmp_path / "cut.jsonl").write_text(lines[0] + json.dumps({k: v for k, v in json.loads(lines[1]).items() if k != field}) + "\n")
         code, _, err = run(capsys, *tiny, "--save-transcripts", tmp_path / "cut.jsonl")
         assert code == 2 and "cut.jsonl:2" in err and err.count("\n") == 1
+    (tmp_path / "cut.jsonl").write_text(json.dumps(json.loads(lines[0]) | {"seed": None}) + "\n")
+    assert run(capsys, *tiny, "--save-transcripts", tmp_path / "cut.jsonl")[0] == 2
     code, _, err = run(capsys, "--rerun", tmp_path / "a.json", "--save-transcripts", half)
     assert code == 2 and "name a new file" in err
 

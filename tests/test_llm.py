@@ -581,6 +581,18 @@ def test_a_file_that_is_no_cache_is_refused_by_line_and_left_alone(tmp_path, lin
     assert "\n" not in str(error.value) and path.read_text().endswith(line + "\n")
 
 
+def test_the_last_line_of_a_cache_is_mended_and_another_file_is_left_alone(endpoint, tmp_path):
+    path, line = tmp_path / "cache.jsonl", b'{"request": "a", "text": "b"}'
+    for content, left in ((line, line + b"\n"), (line + b"\n" + line[:20], line + b"\n"), (line + b"\n" + b'{"req', line + b"\n"), (b"", b"")):
+        path.write_bytes(content)
+        assert len(read_cache(path, "judge")[0]) == (content != b"") and path.read_bytes() == left
+    for content in (b"my only notes, one line", b'{"model": "m"}', b'"a"', line + b"\nnotes"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="name another --judge-cache"):
+            read_cache(path, "judge")
+        assert path.read_bytes() == content
+
+
 def test_threads_share_a_cache_and_the_first_answer_to_a_request_stays(endpoint, tmp_path):
     endpoint.delay, numbers = 0.03, iter(range(1000))
     endpoint.plan = lambda prompt, request: f"answer {next(numbers)}"
@@ -716,6 +728,16 @@ def test_a_limit_that_lets_nothing_through_is_refused_and_never_waits_for_ever(e
     for value in (0, -1):
         with pytest.raises(ValueError, match=f"--simulator-{limit.replace('_', '-')} must be above 0"):
             client_of(endpoint, role=role, **{limit: value})
+
+
+def test_concurrency_is_shared_by_the_ranks_of_a_node_and_a_negative_one_is_refused(endpoint, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for asked, share in (("16", 2), ("3", 1)):
+        _, client = simulator.users_of(train.parse_args(llm_flags(endpoint, "--model", "m", "--simulator-concurrency", asked)))
+        assert client.in_flight._initial_value == share
+    for asked in ("0", "-1"):
+        with pytest.raises(ValueError, match="--simulator-concurrency must be above 0"):
+            simulator.users_of(train.parse_args(llm_flags(endpoint, "--model", "m", "--simulator-concurrency", asked)))
 
 
 @pytest.mark.parametrize("usage", [{"prompt_tokens": "10"}, {"prompt_tokens": 1.5, "completion_tokens": None}, ["x"], None, {"prompt_tokens": True}])

@@ -91,6 +91,8 @@ def test_a_result_and_dialogues_that_do_not_belong_together_make_no_page(tmp_pat
     (tmp_path / "a.json").write_text(json.dumps(evaluate.summarize(talks()[:2])))
     save(tmp_path / "a.jsonl", talks())                                         # it holds these and another one: a larger call's file
     assert report.read_both(tmp_path / "a.json")[1] == evaluate.read_transcripts(tmp_path / "a.jsonl")[:2]
+    save(tmp_path / "a.jsonl", [talk | {"judge": {"plane": [1, 1]}, "judged_by": {"judge": "m"}} for talk in talks()[:2]])
+    assert "as judged" not in report.write_report(tmp_path / "a.json").read_text()           # a judge of a later call is none of this result's
     save(tmp_path / "a.jsonl", [dialogue([70], "exam/praise", max_turns=9), talks()[1]])
     with pytest.raises(ValueError, match="a.jsonl holds other dialogues than .*a.json; rename"):
         report.write_report(tmp_path / "a.json")
@@ -100,7 +102,8 @@ def test_a_page_is_never_written_over_what_it_reads_or_what_is_none(tmp_path, ca
     run_folder, path = a_run(tmp_path / "r", talks()), tmp_path / "a.json"
     path.write_text(json.dumps(evaluate.summarize(talks())))
     save(tmp_path / "a.jsonl", talks())
-    for what, out in ((path, path), (path, tmp_path / "a.jsonl"), (run_folder, run_folder / "metrics.jsonl"), (path, tmp_path)):
+    (tmp_path / "d.html").write_bytes((tmp_path / "a.jsonl").read_bytes())         # dialogues under a page's name
+    for what, out in ((tmp_path / "d.html", tmp_path / "d.html"), (path, path), (path, tmp_path / "a.jsonl"), (run_folder, run_folder / "metrics.jsonl"), (path, tmp_path)):
         before = out.is_file() and out.read_bytes()
         code, _, err = run(capsys, "--report", what, "--out", out)
         assert code == 2 and err.count("\n") == 1 and (out.is_file() and out.read_bytes()) == before

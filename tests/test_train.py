@@ -159,7 +159,11 @@ def test_the_tiny_preset_can_be_given_with_another_model():
     (["--dialogues-per-step", "0"], "--dialogues-per-step"), (["--save-every", "0"], "--save-every"), (["--minibatches", "-1"], "--minibatches"),
     (["--start-emotion", "9"], "--start-emotion"), (["--start-emotion", "100"], "--start-emotion"),
     (["--temperature", "0"], "--temperature"), (["--temperature", "-1"], "--temperature"),
-    (["--lr", "0"], "--lr must be above 0"), (["--lr", "nan"], "--lr"), (["--critic-lr", "-0.001"], "--critic-lr must be above 0"),
+    (["--lr", "0"], "--lr must be from 1e-12 to 1"), (["--lr", "nan"], "--lr"), (["--critic-lr", "-0.001"], "--critic-lr must be from"),
+    *(([f"--{flag}", value], f"--{flag} must be") for flag, value in (
+        ("lr", "inf"), ("temperature", "inf"), ("temperature", "nan"), ("max-grad-norm", "-1"), ("clip-eps", "-1"), ("clip-high", "nan"), ("adam-beta2", "1"),
+        ("weight-decay", "-1"), ("lora-rank", "-1"), ("threads", "-1"), ("gamma", "inf"), ("gae-lambda", "1.1"), ("engine-memory", "7"), ("kl-coef", "-1"))),
+    (["--simulator-url", "http://u/v1"], "--simulator llm"), (["--simulator-cache", "c"], "--simulator llm"),
     (["--name", "a/b"], "--name a/b"), (["--name", "."], "--name ."), (["--name", ".."], "--name .."), (["--name", "/tmp"], "--name /tmp"),
     (["--reward", "delta", "--gae", "turn"], "--gae dialogue"),
     (["--scenarios", "no/such/file.jsonl"], "no/such/file.jsonl"),
