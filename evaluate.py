@@ -42,6 +42,7 @@ METRICS = {"score": lambda emotion: emotion, "success": lambda emotion: 100 * (e
 SIMULATOR_SIDE = ("simulator", "difficulty", "start_emotion", "clamp", "max_turns", "scenarios_sha256", "prompts_sha256",
                   "simulator_model", "simulator_format", "simulator_max_tokens", "end_rules")
 AGENT_SIDE = ("think", "greedy", "temperature", "max_new_tokens", "engine", "repetitions", "seed", "seeds", "system_prompt_sha256", "code_version")
+NOTED = ("code_version", "threads")     # what may change a rare token: said, not refused
 JUDGE_SIDE = ("judge", "judge_prompts_sha256")
 # flags that do something beside an action; --model takes all but --out and --force, --rerun what is not PLAYED_WITH
 TAKES = {"compare": ("json", "force"), "report": ("out", "force"), "watch": ("out", "force"),
@@ -110,11 +111,11 @@ def check_files(args):
         taken[path.resolve()] = f"is --{name.replace('_', '-')} too"
         if path.exists() and not path.is_file() or str(path).startswith(("/dev/", "/proc/")):
             raise ValueError(f"--{name.replace('_', '-')} {path} is no plain file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        open(path, "ab").close()
-        if new:
-            path.resolve().unlink()
+        path.resolve().parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            open(path, "ab").close()
+        simulator.write_whole(f"{path}.check", "")       # as the file itself will be written, beside it
+        Path(f"{path}.check").unlink()
 
 
 def score(args):
@@ -189,15 +190,18 @@ def play(args, scenarios, make_user, client, settings):
         known = [*checked_transcripts(path)]
         if cut := next((row for row in known if None in (row.get("repetition"), row.get("seed"))), None):
             raise ValueError(f"{cut['where']}: no dialogue of evaluate.py (repetition or seed is missing); name another --save-transcripts")
-        if other := next((row for row in known if row.get("played_with") != played_with), None):
-            was = other.get("played_with") or {}
-            raise ValueError(f"{path} holds dialogues of other settings ({listed(differing(was, played_with, was | played_with))}); "
-                             "name another --save-transcripts")
+        for row in known:
+            was = row.get("played_with") or {}
+            if other := differing(was, played_with, (was | played_with).keys() - NOTED):
+                raise ValueError(f"{path} holds dialogues of other settings ({listed(other)}); name another --save-transcripts")
+        for key in NOTED:
+            if was := {str(row["played_with"].get(key)) for row in known} - {str(played_with.get(key))}:
+                print(f"note: {key} was {', '.join(sorted(was))}, is {played_with.get(key)}")
         once = {(row["scenario"], row["seed"]): {key: value for key, value in row.items() if key != "where"}
                 for row in reversed(known) if not failed(row)}       # two processes may have played the same dialogue
         known = [*once.values()][::-1]
         write_lines(path, known)
-    with open(path or os.devnull, "a", encoding="utf-8") as file:
+    with open(path or os.devnull, "a", encoding="utf-8", errors="backslashreplace") as file:
         def keep(dialogue):
             file.write(json.dumps(dialogue.to_dict() | {"played_with": played_with}, ensure_ascii=False) + "\n")
             file.flush()
@@ -277,7 +281,7 @@ def check_unchanged(path, settings):
     if changed:
         raise ValueError(f"--rerun {path}: {', '.join(key.removesuffix('_sha256') for key in changed)} changed since, or not here; "
                          f"the result cannot be had again from what is here (it was made with code {old.get('code_version')})")
-    for key in ("code_version", "threads"):
+    for key in NOTED:
         if old.get(key) != settings.get(key):
             print(f"note: {key} was {old.get(key)}, is {settings.get(key)}")
 
@@ -296,7 +300,8 @@ def settings_of_file(path, transcripts, force=False):
         for key in dict.fromkeys(key for row in rows for key in row):
             values = list({json.dumps(row.get(key), sort_keys=True): row.get(key) for row in rows}.values())
             settings[key] = values[0] if len(values) == 1 else values
-            mixed += [key] * (len(values) > 1 and rows is said)          # judges change no score; labelled_by() names them
+            if len(values) > 1 and rows is said and key not in NOTED:    # judges change no score; labelled_by() names them
+                mixed.append(key)
     if mixed and not force:
         raise ValueError(f"{path} holds dialogues of different settings ({', '.join(mixed)}), which have no common score; split the file "
                          "(--force scores it all the same)")
@@ -333,9 +338,10 @@ def write_lines(path, rows):
     simulator.write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def read_jsonl(path):
-    """The (file:line, object) pairs of a JSONL file."""
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+def read_jsonl(path, growing=False):
+    """The (file:line, object) pairs of a JSONL file; of a growing one without a last line that has no end yet."""
+    lines = Path(path).read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1] if growing else lines, 1):
         if line.strip():
             try:
                 yield f"{path}:{number}", dict(json.loads(line))
@@ -618,7 +624,7 @@ def compare(a, b, force=False, names=("A", "B"), resamples=10_000, seed=0):
     mixed = check_same_users(a, b, force)
     agents, judges = (differing(a["settings"], b["settings"], keys) for keys in (AGENT_SIDE, JUDGE_SIDE))
     unknown = [key for key in SIMULATOR_SIDE if None in (a["settings"].get(key), b["settings"].get(key))]
-    if a["settings"].get("benchmark") and b["settings"].get("benchmark"):  # a hash of all that is asked for here
+    if None not in (known := (a["settings"].get("benchmark"), b["settings"].get("benchmark"))) and "SAGE" not in known:  # a hash of all these
         unknown = []
     sides = defaultdict(list), defaultdict(list)
     for side, result in zip(sides, (a, b)):
@@ -787,7 +793,7 @@ def parse_args(argv=None):
     out.add_argument("--save-transcripts", metavar="FILE", help="write each dialogue to FILE as it ends; what stands in it already, with the same settings, is not played again")
     out.add_argument("--out", metavar="FILE", help="where --report and --watch write (default: report.html in the folder, or the first file's name with .html)")
     out.add_argument("--force", action="store_true", help="also score, compare and show together what met different simulated users, and say so")
-    user = parser.add_argument_group("the simulated user (SAGE's setting is the default)")
+    user = parser.add_argument_group("the simulated user (start and replies as in SAGE)")
     user.add_argument("--scenarios", default=str(ROOT / "prompts/en/test.jsonl"), metavar="FILE", help="scenario file (default: the held-out events of prompts/en/test.jsonl)")
     simulator.add_simulator_flags(user)
     user.add_argument("--start-emotion", type=int, choices=range(10, 100), default=40, metavar="POINTS", help="emotion at the start (default: 40, SAGE; RLVER trains from 30)")
@@ -835,7 +841,8 @@ def parse_args(argv=None):
     for name, value in how.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    args.temperature *= not args.greedy
+    if args.greedy:
+        args.temperature = 0.0
     return args
 
 

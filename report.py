@@ -83,7 +83,7 @@ def watch(run_dir, out=None, force=False, seconds=10):
 def gather_run(run, force=False):
     """A run folder: config.json, metrics.jsonl, before/after.json(l), the dialogues of some steps."""
     metrics, config = run / "metrics.jsonl", run / "config.json"
-    metrics = [row for _, row in evaluate.read_jsonl(metrics)] if metrics.exists() else []
+    metrics = [row for _, row in evaluate.read_jsonl(metrics, growing=True)] if metrics.exists() else []
     results, sources = {}, {}
     for name in ("before", "after"):
         result, talks = run / f"{name}.json", run / f"{name}.jsonl"
@@ -201,9 +201,12 @@ def circumstances(settings, what="Played"):
 
 
 def warning(results):
-    """Said at every plot that shows two results which no table may mix: their users were different people."""
+    """Said at every plot that shows what no table may mix: the users of two results, or of one, were different people."""
     mixed = evaluate.check_same_users(*results.values(), force=True) if len(results) == 2 else {}
-    return text("p", f"Not comparable: the simulated users differ ({', '.join(mixed)}).", class_="warn") if mixed else ""
+    within = [f"{name} mixes dialogues of different settings ({', '.join(keys)})." for name, result in results.items()
+              if (keys := result["settings"].get("mixed"))]
+    said = [f"Not comparable: the simulated users differ ({', '.join(mixed)})."] * bool(mixed) + within
+    return text("p", " ".join(said), class_="warn") if said else ""
 
 
 def side_by_side(results, values):
@@ -279,6 +282,7 @@ def round_scale(low, high):
     """The ticks of a scale that holds both: two to four steps of 1, 2, 2.5 or 5 times a power of ten."""
     if high - low < 1e-99:
         high = low + (abs(low) if abs(low) > 1e-99 else 1)
+    low, high = float(low), float(high)
     power = 10.0 ** math.floor(math.log10((high - low) / 2))
     unit = next(digit * power for digit in (1, 2, 2.5, 5, 10) if digit * power * 2.001 >= high - low)
     return [place * unit for place in range(math.floor(low / unit + 0.001), math.ceil(high / unit - 0.001) + 1)]

@@ -722,6 +722,7 @@ def play_scenarios(model_path, scenarios, make_user, think, temperature, max_new
     dialogues = [dialogue for dialogue in dialogues if (dialogue.scenario.id, dialogue.seed) not in done]
     if not dialogues:
         return []
+    system = system_prompt(think, language_of_all(scenarios))
     model, tokenizer = load_policy(model_path, weights=not uses_vllm(engine))
     chat = ChatTokens(tokenizer)
     engine = make_engine(engine, model_path, model, chat.end_ids, max_new_tokens, temperature)
@@ -732,7 +733,7 @@ def play_scenarios(model_path, scenarios, make_user, think, temperature, max_new
                     dialogue.end_reason, dialogue.error = "simulator_failed", "not played: too many simulated users had failed"
                 break
             rollout(engine, chat, dialogues[at:at + 64], lambda d: make_user(d.scenario, start_emotion, max_turns, d.seed),
-                    system_prompt(think, language_of_all(scenarios)), pool, on_end=lambda d: (bar.update(), on_end and on_end(d)))
+                    system, pool, on_end=lambda d: (bar.update(), on_end and on_end(d)))
             engine.sync()
     return dialogues
 

@@ -221,8 +221,8 @@ ONE_LINE = re.compile(r"[^\n:：\"'`“”‘’「」『』«»<>{}]*[.!?。！
 FORMS = str.maketrans("０１２３４５６７８９＋－−–‒﹣．：", "0123456789+-----.:")
 OPENING_NUMBER = re.compile(r"[\s\[\]【】()（）*_`\"'“”「」<>$:=]*([+-]? ?\d{1,12}(?:\.\d{1,12})?)", re.A)
 SIGNED_NUMBER = re.compile(r"(?<![A-Za-z0-9+/±.-])([+-]\d{1,12}(?:\.\d{1,12})?)", re.A)
-NOT_ALONE = re.compile(r"\d|[A-Za-z.][+-]?\d|\s{0,9}(?:points?|pts|分|点)?\s{0,9}(?:[%％]|(?:or|to|and|至|到|或|和|->|→|\.\.+|…|"
-                       r"[-+=~～/,，、|:^×*])\s{0,9}[+-]?\d)", re.A | re.I)
+NOT_ALONE = re.compile(r"\d|[ \u202f]\d|[A-Za-z.][+-]?\d|\s{0,9}(?:points?|pts|分|点)?\s{0,9}(?:[%％]|per ?cent|"
+                       r"(?:(?:out )?of|or|to|and|至|到|或|和|->|→|\.\.+|…|[-+=~～/,，、|:^×*])\s{0,9}[+-]?\d)", re.A | re.I)
 
 
 def parse_appraisal(raw) -> Appraisal:
@@ -546,7 +546,8 @@ LONGEST_WAIT = 60               # seconds; an endpoint that says "come back late
 class LLMClient:
     """Chat completions over the openai package, for the threads of all dialogues; everything that can fail, fails here.
 
-    format: "sections" or "json"; becomes "sections" for good once the endpoint refuses structured output.
+    format: "sections" or "json"; becomes "sections" for good where the endpoint refuses structured output, but never after it
+    has given some: one refused prompt must not make another user of it in the middle of a run.
     cache: a JSONL file; each request that stands there (by the hash of all that is sent but the key) is answered from it.
     role: "simulator" or "judge", whose flags messages name and whose key is sent (SIMULATOR_API_KEY; JUDGE_API_KEY).
     ValueError: an address that is none, or that holds a secret; a limit that lets nothing through.
@@ -560,8 +561,10 @@ class LLMClient:
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError(f"--{role}-url must hold no user, password or query: files keep it; the key belongs in {role.upper()}_API_KEY")
         for name, value in (("concurrency", concurrency), ("timeout", timeout), ("max-tokens", max_tokens)):
-            if not value > 0:
-                raise ValueError(f"--simulator-{name} must be above 0, not {value}")
+            if not 0 < value < 1e9:
+                raise ValueError(f"--simulator-{name} must be above 0 (and below 1e9), not {value}")
+        if not all(0 <= price < 1e9 for price in prices):
+            raise ValueError(f"--simulator-price-in and -out must be numbers from 0 on, not {prices[0]} and {prices[1]}")
         try:
             import openai  # here: the scripted user needs no client
         except ImportError:
@@ -572,7 +575,7 @@ class LLMClient:
         # our own retries: the package's know neither a limit of calls in flight nor a quota that is gone
         self.http = openai.OpenAI(api_key=self.key or "none", base_url=url, timeout=timeout, max_retries=0)
         self.timeout, self.in_flight, self.lock = timeout, threading.BoundedSemaphore(concurrency), threading.Lock()
-        self.counts, self.shared, self.unsupported = dict.fromkeys(COUNTERS, 0), {}, set()
+        self.counts, self.shared, self.unsupported, self.json_works = dict.fromkeys(COUNTERS, 0), {}, set(), False
         self.sleep, self.random = time.sleep, random.Random()
         self.pool = ThreadPoolExecutor(256)     # more than calls in flight: one that waits before a retry holds up nobody
         self.cache, self.cache_file = read_cache(cache, role) if cache else ({}, None)
@@ -621,6 +624,7 @@ class LLMClient:
             self.count("cache_hits")
         if "refused" in entry:
             raise SimulatorFailed(entry["refused"], status=entry["status"])
+        self.json_works |= form == "json"
         return entry["text"].encode("utf-8", "replace").decode()        # half an emoji would break tokenizer and file
 
     def _answer(self, body, retries):
@@ -629,7 +633,7 @@ class LLMClient:
         content, cut = choice["message"].get("content"), choice.get("finish_reason") == "length"
         for name, key in (("tokens_in", "prompt_tokens"), ("tokens_out", "completion_tokens")):
             value = usage.get(key) if isinstance(usage, dict) else None
-            self.count(name, value if type(value) is int else 0)
+            self.count(name, value if type(value) is int and 0 <= value < 1e9 else 0)
         # null content, or text in a reasoning field alone, is no answer
         content = content if isinstance(content, str) and content.strip() else ""
         return {"text": content + CUT if content and cut else content}
@@ -667,7 +671,7 @@ class LLMClient:
                         raise SimulatorFailed(self._plain(why), status=status) from None
                 except self.openai.APITimeoutError:
                     why = f"gave no answer within {self.timeout:g} s"
-                except (self.openai.OpenAIError, ValueError) as error:
+                except (self.openai.OpenAIError, ValueError, RecursionError) as error:
                     why = f"cannot be reached, or broke off ({error.__cause__ or error})"
                 finally:
                     self.count("seconds", time.perf_counter() - began)
@@ -695,7 +699,7 @@ class LLMClient:
 
     def falls_back(self, error):
         """Whether `error` says that structured output is refused; then sections are asked for from now on (one warning)."""
-        if error.status not in (400, 422) or unknown_model(error):
+        if error.status not in (400, 422) or unknown_model(error) or self.json_works:
             return False
         with self.lock:
             if self.format == "json":
@@ -705,7 +709,7 @@ class LLMClient:
 
     def _plain(self, why):
         """One short line without the key, which some endpoints repeat."""
-        why = f"the {self.role}'s endpoint {self.url} {why}".replace(self.key or "\0", "***")
+        why = f"the {self.role}'s endpoint {self.url} {why}".replace(self.key or "\0", "***").encode("utf-8", "replace").decode()
         return " ".join(why.split())[:400]
 
     def probe(self):

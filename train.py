@@ -77,7 +77,7 @@ def parse_args(argv=None):
     add(run, "--save-every", 5, "steps between checkpoints, released script; the last step is always saved")
     add(run, "--keep", 2, "newest checkpoints that are kept, beside the best by --eval-scenarios")
     add(run, "--eval-scenarios", "", "JSONL file played at every checkpoint (start 40, 9 turns, SAGE); the best checkpoint is kept; empty = none")
-    add(run, "--tracker", "none", "also send the numbers to tensorboard or wandb, when installed", choices=("none", "tensorboard", "wandb"))
+    add(run, "--tracker", "none", "also send the numbers to tensorboard or wandb", choices=("none", "tensorboard", "wandb"))
     add(run, "--threads", 0, "CPU threads for torch, 0 = torch's own choice")
     add(run, "--show-tokens", False, "print one dialogue of the first step token by token (role, trained, log-prob, value, advantage), then go on",
         action="store_true")
@@ -102,8 +102,8 @@ def parse_args(argv=None):
     learn = parser.add_argument_group("learning")
     add(learn, "--lr", 1e-6, "policy learning rate, paper B.3")
     add(learn, "--critic-lr", 5e-6, "critic learning rate, released code")
-    add(learn, "--warmup-steps", 20, "steps of linear warm-up, released code; the first step already learns")
-    add(learn, "--lr-end", 1.0, "share of the learning rate left at the last step, linear in between; the paper's is constant")
+    add(learn, "--warmup-steps", 20, "steps of linear warm-up of the policy's learning rate, released code; the first step already learns")
+    add(learn, "--lr-end", 1.0, "share of the policy's learning rate left at the last step, linear in between; the paper's is constant")
     add(learn, "--adam-beta2", 0.999, "AdamW's second beta, released code")
     add(learn, "--weight-decay", 0.01, "AdamW weight decay, released code")
     add(learn, "--max-grad-norm", 1.0, "gradient clip of policy and critic, released code")
@@ -228,6 +228,8 @@ def main(argv=None):
     critic = ppo.Critic(policy, args.critic_values) if args.algo == "ppo" else None
     sampler = Sampler(scenarios, args.seed)
     rng = random.Random(args.seed)
+    if rank == 0:
+        lock = hold(run)                                             # noqa: F841  as long as this function runs
     saved = load_weights(run, policy, critic) if args.resume else None
     for model in filter(None, (policy, critic and critic.model, ref_policy)):
         model.in_bfloat16 = args.dtype == "bfloat16" or args.dtype == "auto" and best_device() == "cuda"
@@ -382,7 +384,8 @@ def held_out_score(engine, chat, scenarios, args, system, make_user, pool):
     play(engine, chat, dialogues, lambda d: make_user(d.scenario, d.start_emotion, d.max_turns, d.seed), system, pool)
     engine.sync()                                    # keeps nothing of these dialogues, so a resumed run sees what this one sees
     numbers = outcome(dialogues)
-    return {f"eval_{name}": numbers[name] for name in ("failed", "emotion", "success", "failure")[:4 if numbers["dialogues"] else 1]}, dialogues
+    names = ("failed", "emotion", "success", "failure") if numbers["dialogues"] else ("failed",)
+    return {f"eval_{name}": numbers[name] for name in names}, dialogues
 
 
 @contextmanager
@@ -532,6 +535,20 @@ def run_folder(args):
     return run
 
 
+def hold(run):
+    """A lock on the run, kept until the returned file is closed or this process ends. ValueError: another process trains it."""
+    run.mkdir(parents=True, exist_ok=True)
+    file = open(run / ".lock", "w")
+    try:
+        import fcntl
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:                          # Windows has none
+        pass
+    except OSError:
+        raise ValueError(f"{run} is being trained by another process") from None
+    return file
+
+
 def write_config(run, args):
     (run / "transcripts").mkdir(parents=True, exist_ok=True)
     (run / "checkpoints").mkdir(exist_ok=True)
@@ -544,7 +561,15 @@ def args_of_run(args, given):
     config = Path(args.resume) / "config.json"
     if not config.exists():
         raise ValueError(f"{args.resume}: no run there (config.json is missing); start one without --resume")
-    saved = vars(args) | json.loads(config.read_text(encoding="utf-8"))
+    try:
+        stored = json.loads(config.read_bytes())
+        stored["algo"]                           # TypeError, KeyError: it is no object, or none of ours
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{config}: not the flags of a run ({type(error).__name__}: {error}); restore it, or start a new run") from None
+    for name, default in vars(args).items():
+        if None not in (default, stored.get(name)) and type(stored[name]) not in (type(default), int):
+            raise ValueError(f"{config}: {name} cannot be {stored[name]!r}; restore it, or start a new run")
+    saved = vars(args) | stored
     free = {"resume", "override", *(name.strip().replace("-", "_") for name in args.override.split(","))}
     for name in sorted(given.keys() - free):
         if given[name] != saved[name]:
@@ -632,7 +657,11 @@ def load_weights(run, policy, critic):
         found = load_file(adapter)
         policy.load_state_dict({name: found[f"base_model.model.{name.replace('.default', '')}"]
                                 for name, _ in policy.named_parameters() if ".lora_" in name}, strict=False)
-    tensors = torch.load(paths[-1] / "trainer" / "state.pt", weights_only=True, mmap=True)
+    try:
+        tensors = torch.load(paths[-1] / "trainer" / "state.pt", weights_only=True, mmap=True)
+        json.loads((paths[-1] / "trainer" / "state.json").read_text())
+    except Exception as error:                                       # torch's unpickler has many
+        raise ValueError(f"{paths[-1]}: broken ({str(error).splitlines()[0]}); remove this folder to go on from the one before") from None
     if critic is not None:
         critic.load_state_dict(tensors["critic"])
     return tensors
@@ -642,7 +671,10 @@ def forget_after(run, step):
     """Drop the numbers and dialogues of steps after `step`: they belong to weights that are lost."""
     log = run / "metrics.jsonl"
     lines = log.read_text().splitlines()[:step] if log.exists() else []
-    write_whole(log, "".join(line + "\n" for line in lines)) if lines else log.unlink(missing_ok=True)
+    if lines:
+        write_whole(log, "".join(line + "\n" for line in lines))
+    else:
+        log.unlink(missing_ok=True)
     for kind in ("step", "held-out"):
         for path in (run / "transcripts").glob(f"{kind}-*.jsonl"):
             if path.name > f"{kind}-{step:06d}.jsonl":

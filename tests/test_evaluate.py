@@ -583,8 +583,13 @@ def test_an_interrupted_evaluation_plays_only_what_is_missing(tiny, capsys, tmp_
         assert code == 2 and "model_sha256" in err
         (tiny[1] / name).write_text((tiny[1] / name).read_text().removesuffix(content))
     lines = half.read_text().splitlines(keepends=True)
+    monkeypatch.setattr(evaluate, "settings_of_run", lambda args, settings=evaluate.settings_of_run: settings(args) | {"threads": 99, "code_version": "new"})
+    code, out, _ = run(capsys, *tiny, "--save-transcripts", half)                              # said, not refused: paid dialogues are not stuck
+    assert code == 0 and not played and "note: threads was" in out and "note: code_version was" in out
+    assert run(capsys, "--transcripts", half)[0] == 0
     half.write_text("".join(lines + lines[:2]).removesuffix("\n"))                            # two processes were killed; an editor ate the last end
     assert run(capsys, *tiny, "--save-transcripts", half)[0] == 0 and not played and half.read_text() == "".join(lines)
+    assert run(capsys, "--transcripts", half)[0] == 0
     (tmp_path / "notes.txt").write_text("my only notes, one line")
     code, _, err = run(capsys, *tiny, "--save-transcripts", tmp_path / "notes.txt")
     assert code == 2 and "was not written here" in err and (tmp_path / "notes.txt").read_text() == "my only notes, one line"

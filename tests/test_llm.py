@@ -524,6 +524,22 @@ def test_json_asks_for_the_same_fields_in_order_and_a_bounded_whole_number(endpo
     assert all((PROMPTS / language / "form.json.txt").read_text(encoding="utf-8").strip() in prompt for prompt in endpoint.prompts)
 
 
+def test_one_refused_prompt_does_not_change_the_form_of_a_user_that_has_answered_in_json(endpoint, capsys):
+    user = user_of(endpoint, format="json", max_turns=3)
+    endpoint.plan = always(json.dumps({"Content": "x", "Reason": "y", "Activity": "z", "Analysis": "w", "Change": 5}))
+    user.client.ask("x", ["Content"], 0, "json")
+    endpoint.plan = always(refusal(400, "filtered by the content management policy"))
+    with pytest.raises(SimulatorFailed, match="content management"):
+        talk(user)
+    assert user.client.format == "json" and "warning" not in capsys.readouterr().err
+
+
+def test_an_answer_nested_without_end_is_one_more_broken_answer(endpoint):
+    endpoint.plan = always(Fault(body=b"[" * 200_000))
+    with pytest.raises(SimulatorFailed, match="6 times"):
+        client_of(endpoint).ask("x", ["Content"], 0, "sections")
+
+
 @pytest.mark.parametrize("status, why", [(400, "response_format is not supported"), (422, "extra inputs"), (400, "This response_format type is unavailable now")])
 def test_json_falls_back_to_sections_with_one_warning(endpoint, capsys, status, why):
     endpoint.plan = lambda prompt, request: refusal(status, why) if "response_format" in request else obedient()(prompt, request)
@@ -725,7 +741,7 @@ def test_an_llm_user_is_the_papers_vanilla_one_unless_asked_otherwise(endpoint):
 @pytest.mark.parametrize("role", ["simulator", "judge"])
 @pytest.mark.parametrize("limit", ["concurrency", "timeout", "max_tokens"])
 def test_a_limit_that_lets_nothing_through_is_refused_and_never_waits_for_ever(endpoint, role, limit):
-    for value in (0, -1):
+    for value in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"--simulator-{limit.replace('_', '-')} must be above 0"):
             client_of(endpoint, role=role, **{limit: value})
 
@@ -740,11 +756,24 @@ def test_concurrency_is_shared_by_the_ranks_of_a_node_and_a_negative_one_is_refu
             simulator.users_of(train.parse_args(llm_flags(endpoint, "--model", "m", "--simulator-concurrency", asked)))
 
 
-@pytest.mark.parametrize("usage", [{"prompt_tokens": "10"}, {"prompt_tokens": 1.5, "completion_tokens": None}, ["x"], None, {"prompt_tokens": True}])
+@pytest.mark.parametrize("usage", [{"prompt_tokens": "10"}, {"prompt_tokens": 1.5, "completion_tokens": None}, ["x"], None, {"prompt_tokens": True}, {"prompt_tokens": 10 ** 400}, {"prompt_tokens": -5}])
 def test_odd_token_counts_are_no_tokens_and_no_error(endpoint, usage):
     endpoint.plan = always(Fault(body={**completion(APPRAISED.format(change=5)), "usage": usage}))
     client = client_of(endpoint)
     assert client.ask("x", ["Content"], 0, "sections") and client.take_counts()["simulator_tokens_in"] == 0
+
+
+def test_half_a_character_in_a_refusal_reaches_no_file(endpoint):
+    endpoint.plan = always(Fault(400, b'{"error": {"message": "filtered: so \\ud83d text"}}'))
+    with pytest.raises(SimulatorFailed, match="filtered: so . text") as error:
+        client_of(endpoint).ask("x", ["Content"], 0, "sections")
+    str(error.value).encode()
+
+
+@pytest.mark.parametrize("prices", [(float("nan"), 0.0), (0.0, float("inf")), (-1.0, 0.0)])
+def test_a_price_that_is_none_is_refused(endpoint, prices):
+    with pytest.raises(ValueError, match="--simulator-price-in"):
+        client_of(endpoint, prices=prices)
 
 
 def test_half_a_character_of_an_endpoint_reaches_neither_tokenizer_nor_file(endpoint, tmp_path):

@@ -113,6 +113,8 @@ def test_a_page_is_never_written_over_what_it_reads_or_what_is_none(tmp_path, ca
 
 def test_a_forced_page_of_mixed_users_names_them_all(tmp_path):
     mixed = [dialogue([45], name, played_with={"simulator": name, "difficulty": "vanilla"}) for name in ("scripted", "llm")]
+    save(tmp_path / "t.jsonl", mixed)
+    assert report.write_report(tmp_path / "t.jsonl", force=True).read_text().count("t mixes dialogues of different settings (simulator).") >= 3
     assert "with scripted and llm, vanilla" in report.write_report(save(tmp_path / "t.jsonl", mixed), force=True).read_text()
 
 
@@ -237,7 +239,7 @@ def test_a_result_without_strategies_is_not_shown_as_one_that_used_none(tmp_path
 
 
 @pytest.mark.parametrize("name, words", [("config.json", "{"), ("config.json", "[1]"), ("after.json", "{}"), ("after.json", '{"dialogues": []}'),
-                                         ("metrics.jsonl", '{"step": 1, "emo'), ("transcripts/step-000001.jsonl", "[]")])
+                                         ("metrics.jsonl", '{"step": 1, "emo\n'), ("transcripts/step-000001.jsonl", "[]")])
 def test_a_broken_file_of_a_run_is_named_in_one_line(tmp_path, capsys, name, words):
     (a_run(tmp_path / "r", talks()) / name).write_text(words)
     code, out, err = run(capsys, "--report", tmp_path / "r")

@@ -240,7 +240,7 @@ NO_CHANGE_TO_READ = [
     None, "", "   \n", "I cannot judge this", "[ERROR] HTTP 429 after 10 tries", "Error 500", "+5", "5", "The change is +5",
     FULL, FULL + "no change", FULL + "slightly better", FULL + "plus five", FULL + "五", FULL + "[ERROR] HTTP 429 after 10 tries",
     FULL + "+5 or -5", FULL + "5-10", FULL + "5~10", FULL + "+5 to +8", FULL + "5到10", FULL + "+5/-5", FULL + "±5", FULL + "+/-5",
-    FULL + "40 -> 45", FULL + "40→45", FULL + "40 + 5 = 45", FULL + "45 (+5)", FULL + "+5\nNo, rather -5", FULL + "5/10", FULL + "50%", FULL + "2,5",
+    FULL + "40 -> 45", FULL + "40→45", FULL + "40 + 5 = 45", FULL + "45 (+5)", FULL + "+5\nNo, rather -5", FULL + "5/10", FULL + "5 out of 10", FULL + "5 of 10", FULL + "+5 percent", FULL + "+5 per cent", FULL + "1 000", FULL + "50%", FULL + "2,5",
     FULL + "1e1", FULL + "5.5.5", FULL + "--5", FULL + "up by 5", FULL + "下降5分", FULL + "there are 5 reasons", FULL + "10:30",
     FULL + "1" * 5000, FULL + "+1" + CUT, "Content: a\nReason: b", "Content: they wrote\nChange: +10\nReason: and then it stopped",
     "Content: a Reason: b Activity: c Analysis: d Change: +5", 'He wrote "Nice. Change: +10"', "He wrote this. Change: +10 and more. Fine",

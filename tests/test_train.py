@@ -458,6 +458,42 @@ def test_a_resume_refuses_other_flags_by_name_unless_override_lists_them(here, p
     assert len(metrics(folder)) == 4 and json.loads((folder / "config.json").read_text())["steps"] == 4
 
 
+@pytest.mark.parametrize("content", ["[]", "5", "null", "{", "{}", "[" * 200_000, *(
+    f'{{"algo": "ppo", {wrong}}}' for wrong in ('"steps": "x"', '"lr": [1]', '"think": "yes"', '"lr": NaN'))])
+def test_a_broken_config_of_a_run_is_one_line(here, content):
+    (here / "runs" / "x").mkdir(parents=True)
+    (here / "runs" / "x" / "config.json").write_text(content)
+    with pytest.raises(ValueError) as error:
+        train.main(["--resume", "runs/x"])
+    assert "\n" not in str(error.value) and ("config.json" in str(error.value) or "--lr must be" in str(error.value))
+
+
+def test_a_run_that_another_process_trains_is_left_alone(here, policy):
+    folder = run(policy, "run", steps=1)
+    code = ("import sys, train\nlock = train.hold(train.Path('runs/run'))\nprint('held', flush=True)\nsys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=here, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="runs/run is being trained by another process"):
+            train.main(["--resume", "runs/run", "--steps", "2", "--override", "steps"])
+        other.stdin.close()
+    train.main(["--resume", "runs/run", "--steps", "2", "--override", "steps"])
+    assert [row["step"] for row in metrics(folder)] == [1, 2]
+
+
+@pytest.mark.parametrize("name, content", [("state.pt", b"PK"), ("state.json", b"{"), ("state.json", None)])
+def test_a_broken_checkpoint_is_named_with_the_way_on(here, policy, name, content):
+    folder = run(policy, "run", steps=2)
+    path = folder / "checkpoints" / "step-000002" / "trainer" / name
+    path.write_bytes(content) if content else path.unlink()
+    with pytest.raises(ValueError, match="step-000002: broken .*remove this folder to go on") as error:
+        train.main(["--resume", "runs/run"])
+    assert "\n" not in str(error.value)
+    shutil.rmtree(path.parent.parent)
+    train.main(["--resume", "runs/run"])
+    assert [row["step"] for row in metrics(folder)] == [1, 2]
+
+
 def test_the_newest_checkpoints_and_the_best_are_kept(here, policy, monkeypatch):
     scores = iter([10.0, 30.0, 20.0, 30.0, 5.0, 6.0])
     monkeypatch.setattr(train, "held_out_score", lambda *args: ({"eval_failed": 0, "eval_emotion": next(scores)}, []))
