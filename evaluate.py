@@ -5,8 +5,8 @@ success = share of dialogues that end at >= 100, failure = share that end below 
 On the published SAGE files this gives the leaderboard: GPT-4.1 68.2 / 35 / 13, rounded half up (68.15 -> 68.2).
 Differs from SAGE in:
   1) score, success, failure and collapse rate have a 95 % interval. The repetitions of a scenario are alike, so they count as ONE cluster:
-     Student's t with G - 1 degrees; SE^2 = G/(G-1) * sum over the G scenarios of (sum of its deviations from the mean)^2 / n^2, which is sd^2/n without
-     repetitions and the SE of the scenario means when all have equally many. Success and failure: Wilson's interval
+     Student's t with G - 1 degrees; SE^2 = G/(G-1) * sum over the G scenarios of (sum of its deviations from the mean)^2 / n^2,
+     which is sd^2/n without repetitions and the SE of the scenario means when all have equally many. Success and failure: Wilson's interval
      with the effective n = sd^2/SE^2. The 8 needs of one scripted event are taken as independent scenarios.
   2) a dialogue whose simulator failed for good is neither a 0 nor hidden: left out, counted, headline "incomplete".
   3) each result holds the settings that made it; results of different simulators are not compared (user cases A1, A2).
@@ -56,13 +56,7 @@ FEWEST = 6                      # scenarios of a comparison that has an interval
 END_RULES = "satisfied >= 100, gave_up < 10, max_turns, farewell as the message's close"
 BEHAVIOUR = ("mean_turns", "reply_tokens", "thought_tokens", "format_rate", "repeat_rate", "collapse_rate", "need_named", "hint_named")
 GROUPS = {"per_intention": "intention", "per_character": "character", "per_kind": "kind"}     # key of a summary -> field of a transcript
-# what scoring and verifying need of a transcript, and of its turns
-FIELDS = {"scenario": str, "intention": str, "start_emotion": int, "max_turns": int, "final_emotion": int, "turns": list}
-TURN_FIELDS = {"reply": str, "user": str, "change": int, "emotion": int, "raw": list, "flags": list}
-# what may be absent or null, and must be of its kind where it is not
-OPTIONAL = {"opening": str, "character": str, "kind": str, "event": str, "error": str, "judged_by": dict, "played_with": dict, "benchmark": str,
-            "repetition": int, "seed": int, "judge": dict}
-TURN_OPTIONAL = {"thought": str, "inner": str, "act": str, "format_ok": bool, "tokens": int, "thought_tokens": int}
+
 
 
 def main(argv=None):
@@ -119,56 +113,65 @@ def check_files(args):
 
 
 def score(args):
-    """Play, or read a file; judge, if asked; returns the summary."""
+    """Read or play; judge, if asked; keep; count. Returns the summary."""
     judging = None
     if args.judge:
         import judge  # here: it imports this file
         judging = judge.client_of(args)
     if args.train_scenarios:
         simulator.load_scenarios(args.train_scenarios)  # a broken file is said now, not after an hour of playing
-    client, references, others = None, {}, []
-    if args.transcripts:
-        if args.save_transcripts and Path(args.save_transcripts).exists():
-            raise ValueError(f"{args.save_transcripts} exists; name a new file")
-        transcripts = read_transcripts(args.transcripts)
-        settings_of_file(args.transcripts, transcripts, args.force)       # both said before the judge is paid
-        if args.train_scenarios:
-            of_unseen_personas(transcripts, args.scenarios, args.train_scenarios)
-    else:
-        scenarios = simulator.load_scenarios(args.scenarios)[:args.limit]
-        make_user, client = simulator.users_of(args)
-        settings = settings_of_run(args)
-        if args.rerun:
-            check_unchanged(args.rerun, settings)
-        if args.simulator == "scripted":  # what players that know the rules get, so that a score can be read
-            references = {name: mean([simulator.play_reference(name, scenario, args.difficulty, args.start_emotion,
-                                                               args.max_turns, args.seed) for scenario in scenarios])
-                          for name in simulator.REFERENCE_PLAYERS}
-        transcripts, others = play(args, scenarios, make_user, client, settings)
+    transcripts, others, settings, more = read_to_score(args) if args.transcripts else play_to_score(args)
     if judging:  # before the summary, which holds what the judge found
         judge.judge_dialogues(judging, transcripts, args.seed)
     if args.save_transcripts:
         write_lines(args.save_transcripts, transcripts + others)
-    if args.transcripts:
-        settings = settings_of_file(args.transcripts, transcripts, args.force)
-    elif not judging:  # the file may hold what a judge of another call found
+    if not (judging or args.transcripts):  # the file of a run may hold what a judge of another call found
         transcripts = without_judge(transcripts)
-    result = (summarize(transcripts, settings, references) | (verify(transcripts) if args.verify else {})
-              | ({"simulator": client.take_counts()} if client else {}))
+    result = summarize(transcripts, settings or settings_of_file(args.transcripts, transcripts, args.force)) | more
+    if args.verify:
+        result |= verify(transcripts)
     if judging:
         result.setdefault("judge", judge.findings_of([]))["calls"] = judging.take_counts()
     if args.train_scenarios:
-        result["unseen_persona"] = rates(of_unseen_personas([t for t in transcripts if not failed(t)], args.scenarios, args.train_scenarios))
-    if args.model and args.seeds > 1:
+        unseen = of_unseen_personas(transcripts, args.scenarios, args.train_scenarios)
+        result["unseen_persona"] = rates([transcript for transcript in unseen if not failed(transcript)])
+    if args.seeds > 1:
         seeds = defaultdict(list)
         for transcript in transcripts:
             if not failed(transcript):
                 seeds[str(args.seed + transcript["repetition"] // args.repetitions)].append(transcript["final_emotion"])
         result["per_seed"] = {seed: mean(finals) for seed, finals in seeds.items()}
     if args.rerun:
-        old = read_result(args.rerun)
-        result["rerun_differs"] = sorted(key for key in result.keys() & old.keys() - {"settings", "simulator", "judge", "rerun_differs"} if result[key] != old[key])
+        old, said_apart = read_result(args.rerun), {"settings", "simulator", "judge", "rerun_differs"}
+        result["rerun_differs"] = sorted(key for key in result.keys() & old.keys() - said_apart if result[key] != old[key])
     return result
+
+
+def read_to_score(args):
+    """-> transcripts of a file, [], None (its settings are known after judging), {}. What is wrong is said before a judge is paid."""
+    if args.save_transcripts and Path(args.save_transcripts).exists():
+        raise ValueError(f"{args.save_transcripts} exists; name a new file")
+    transcripts = read_transcripts(args.transcripts)
+    settings_of_file(args.transcripts, transcripts, args.force)
+    if args.train_scenarios:
+        of_unseen_personas(transcripts, args.scenarios, args.train_scenarios)
+    return transcripts, [], None, {}
+
+
+def play_to_score(args):
+    """-> transcripts, what else --save-transcripts holds, settings, {what only playing knows: reference players, the LLM user's calls}."""
+    scenarios = simulator.load_scenarios(args.scenarios)[:args.limit]
+    make_user, client = simulator.users_of(args)
+    settings, more = settings_of_run(args), {}
+    if args.rerun:
+        check_unchanged(args.rerun, settings)
+    if args.simulator == "scripted":  # what players that know the rules get, so that a score can be read
+        more["references"] = {name: mean([simulator.play_reference(name, scenario, args.difficulty, args.start_emotion, args.max_turns, args.seed)
+                                          for scenario in scenarios]) for name in simulator.REFERENCE_PLAYERS}
+    transcripts, others = play(args, scenarios, make_user, client, settings)
+    if client:
+        more["simulator"] = client.take_counts()
+    return transcripts, others, settings, more
 
 
 def play(args, scenarios, make_user, client, settings):
@@ -308,6 +311,48 @@ def settings_of_file(path, transcripts, force=False):
     return settings | ({"mixed": mixed} if mixed else {})
 
 
+# ---- what a file must hold, so that nothing after it meets anything else ----
+
+# what scoring and verifying need of a transcript, and of its turns
+FIELDS = {"scenario": str, "intention": str, "start_emotion": int, "max_turns": int, "final_emotion": int, "turns": list}
+TURN_FIELDS = {"reply": str, "user": str, "change": int, "emotion": int, "raw": list, "flags": list}
+# what may be absent or null, and must be of its kind where it is not
+OPTIONAL = {"opening": str, "character": str, "kind": str, "event": str, "error": str, "judged_by": dict, "played_with": dict, "benchmark": str,
+            "repetition": int, "seed": int, "judge": dict}
+TURN_OPTIONAL = {"thought": str, "inner": str, "act": str, "format_ok": bool, "tokens": int, "thought_tokens": int}
+# what a result holds, by example: all members of a list of one, or of a dict with the key ..., are like the one shown; 1 is a
+# number, 0 a number or null, [0] a list of these or null, [1, 1] two numbers or null
+RATES = {"n": 0, "score_se": 0} | {name + end: example for name in METRICS for end, example in (("", 0), ("_ci", [1, 1]))}
+RESULT = RATES | dict.fromkeys((*BEHAVIOUR, "failed"), 0) | dict.fromkeys(GROUPS, {...: RATES}) | {
+    "collapse_rate_ci": [1, 1], "incomplete": 1, "strategies": {...: {"turns": 1, "per_dialogue": 1, "contribution": 1}},
+    **dict.fromkeys(("end_reasons", "flags", "references", "per_seed", "simulator"), {...: 0}), "unseen_persona": RATES,
+    "settings": {"mixed": [""]}, "dialogues": [["", 0, 0, ""]],
+    "judge": {"model": "", "asked": 0, "failed": 0, "abilities": {...: {"mean": 0, "se": 0, "n": 0}}, "points": [["", 0, 0]], "empathy": 0,
+              "creative": 0, "tracking_r": 0, "tracking_error": 0}}
+JUDGED = {"abilities": {...: [1, ""]}, "strategies": [[""]], "plane": [1, 1], "tracking": [0]}         # transcript["judge"]
+MAY_LACK = ("per_seed", "simulator", "unseen_persona", "judge", "mixed", *JUDGED)
+
+
+def is_kind(value, kind):
+    return type(value) is kind and (kind is not int or abs(value) < 1e15)
+
+
+def fits(value, example):
+    """Whether a stored value has the shape of an example, so that no table meets anything else."""
+    if isinstance(example, dict):
+        if not isinstance(value, dict):
+            return False
+        if ... in example:
+            return all(fits(member, example[...]) for member in value.values())
+        return all(fits(value[key], like) if key in value else key in MAY_LACK for key, like in example.items())
+    if value is None:
+        return example in (0, [0], [1, 1])
+    if isinstance(example, list):
+        like = example * len(value) if isinstance(value, list) and len(example) == 1 else example
+        return isinstance(value, list) and len(value) == len(like) and all(map(fits, value, like))
+    return type(value) is str if example == "" else type(value) in (int, float, bool) and abs(value) < 1e15
+
+
 # ---- transcripts: ours, and the published SAGE files as if they were ours ----
 
 def read_transcripts(path):
@@ -388,10 +433,6 @@ def check_transcript(transcript):
 
 def without_judge(transcripts):
     return [{key: value for key, value in transcript.items() if key not in ("judge", "judged_by")} for transcript in transcripts]
-
-
-def is_kind(value, kind):
-    return type(value) is kind and (kind is not int or abs(value) < 1e15)
 
 
 def scored_turns(transcript):
@@ -619,7 +660,8 @@ def compare(a, b, force=False, names=("A", "B"), resamples=10_000, seed=0):
     a, b: results of summarize(). p: twice the smaller share of resampled differences on one side of 0; at most 1, never 0, and
     never below 2 / 2^n, which is all that the signs of n differences can tell. No p and no interval below FEWEST scenarios,
     where that is above 0.05; no interval where all differences are equal, since it would have no width. Of pairs that do not
-    differ, p < 0.05 calls 12 % different with 8 scenarios and 6 % with 64 (measured): trust few scenarios less. ValueError if the users were different people (SIMULATOR_SIDE), unless forced, or if nothing is shared.
+    differ, p < 0.05 calls 12 % different with 8 scenarios and 6 % with 64 (measured): trust few scenarios less.
+    ValueError if the users were different people (SIMULATOR_SIDE), unless forced, or if nothing is shared.
     """
     mixed = check_same_users(a, b, force)
     agents, judges = (differing(a["settings"], b["settings"], keys) for keys in (AGENT_SIDE, JUDGE_SIDE))
@@ -675,37 +717,13 @@ def read_result(path, force=False):
     return summarize(transcripts, settings_of_file(path, transcripts, force))
 
 
-# what a result holds, by example: all members of a list of one, or of a dict with the key ..., are like the one shown; 1 is a
-# number, 0 a number or null, [0] a list of these or null, [1, 1] two numbers or null
-RATES = {"n": 0, "score_se": 0} | {name + end: example for name in METRICS for end, example in (("", 0), ("_ci", [1, 1]))}
-RESULT = RATES | dict.fromkeys((*BEHAVIOUR, "failed"), 0) | dict.fromkeys(GROUPS, {...: RATES}) | {
-    "collapse_rate_ci": [1, 1], "incomplete": 1, "strategies": {...: {"turns": 1, "per_dialogue": 1, "contribution": 1}}, "end_reasons": {...: 0}, "flags": {...: 0},
-    "references": {...: 0}, "per_seed": {...: 0}, "simulator": {...: 0}, "unseen_persona": RATES, "settings": {"mixed": [""]}, "dialogues": [["", 0, 0, ""]],
-    "judge": {"model": "", "asked": 0, "failed": 0, "abilities": {...: {"mean": 0, "se": 0, "n": 0}}, "points": [["", 0, 0]], "empathy": 0,
-              "creative": 0, "tracking_r": 0, "tracking_error": 0}}
-JUDGED = {"abilities": {...: [1, ""]}, "strategies": [[""]], "plane": [1, 1], "tracking": [0]}         # transcript["judge"]
-MAY_LACK = ("per_seed", "simulator", "unseen_persona", "judge", "mixed", *JUDGED)
-
-
-def fits(value, example):
-    """Whether a stored value has the shape of an example, so that no table meets anything else."""
-    if isinstance(example, dict):
-        return isinstance(value, dict) and all(
-            all(fits(member, like) for member in value.values()) if key is ... else key in value and fits(value[key], like) or key in MAY_LACK and key not in value
-            for key, like in example.items())
-    if value is None:
-        return example in (0, [0], [1, 1])
-    if isinstance(example, list):
-        like = example * len(value) if isinstance(value, list) and len(example) == 1 else example
-        return isinstance(value, list) and len(value) == len(like) and all(map(fits, value, like))
-    return type(value) is str if example == "" else type(value) in (int, float, bool) and abs(value) < 1e15
-
-
 # ---- printing: the same tables on the terminal and in the report ----
 
 def half_up(value, digits=1):
     """61.25 -> 61.3 as on the leaderboard. repr of a quotient of integers shows a half as a half (28.95, not 28.9499...)."""
-    return "-" if value is None else str(Decimal(repr(max(-1e15, min(1e15, float(value))))).quantize(Decimal(10) ** -digits, ROUND_HALF_UP) + 0)      # + 0: no "-0.0"
+    if value is None:
+        return "-"
+    return str(Decimal(repr(float(value))).quantize(Decimal(10) ** -digits, ROUND_HALF_UP) + 0)      # + 0: no "-0.0"
 
 
 def with_interval(value, ci):
@@ -733,9 +751,10 @@ def summary_tables(summary):
         (field, name, str(row["n"]), half_up(row["score_se"], 2), *(with_interval(row[key], row[key + "_ci"]) for key in METRICS))
         for field, name, row in groups]
     if summary.get("per_seed"):
-        seeds = [value for value in summary["per_seed"].values()]
+        seeds = [*summary["per_seed"].values()]
+        spread = half_up(float(np.std(seeds, ddof=1)) if len(seeds) > 1 else None, 2)
         yield [("seed", "score"), *((seed, half_up(value)) for seed, value in summary["per_seed"].items()),
-               ("spread: sd, lowest to highest", f"{half_up(float(np.std(seeds, ddof=1)) if len(seeds) > 1 else None, 2)}, {half_up(min(seeds))} to {half_up(max(seeds))}")]
+               ("spread: sd, lowest to highest", f"{spread}, {half_up(min(seeds))} to {half_up(max(seeds))}")]
     if summary["strategies"]:
         yield [(f"strategy, as {summary.get('strategies_by')} labels", "turns", "uses a dialogue", "contribution (mean change, points)")] + [
             (name, str(row["turns"]), half_up(row["per_dialogue"], 2), ("+" if row["contribution"] > 0 else "") + half_up(row["contribution"], 2))
@@ -823,10 +842,11 @@ def parse_args(argv=None):
         if name not in TAKES[action] if action in TAKES else name in ("out", "force"):
             parser.error(f"--{name.replace('_', '-')} does nothing beside --{action}")
     for name in given if not args.rerun else ():
+        users = name.startswith("simulator_") and args.simulator == "scripted" and not (args.judge and name in TAKES["transcripts"])
         for_judge = name in ("judge_url", "judge_cache") or args.transcripts and (name == "seed" or name.startswith("simulator_"))
         lacks = ("--judge" if for_judge and not args.judge else
                  "--train-scenarios" if name == "scenarios" and args.transcripts and not args.train_scenarios else
-                 "--simulator llm" if name.startswith("simulator_") and args.simulator == "scripted" and not (args.judge and name in TAKES["transcripts"]) else "")
+                 "--simulator llm" if users else "")
         if lacks:
             parser.error(f"--{name.replace('_', '-')} does nothing without {lacks}")
     if args.greedy and "temperature" in given and not args.rerun:
