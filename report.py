@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import string
 import time
 from collections import defaultdict
@@ -49,7 +50,7 @@ def write_report(paths, out=None, force=False, refresh=0):
     if out.exists() and not (out.is_file() and out.read_bytes()[:15].lower() == b"<!doctype html>"):
         raise ValueError(f"{out} holds something else than a page; name another file with --out")
     try:
-        simulator.write_whole(out, page(**found, refresh=refresh))
+        simulator.write_whole(out, page(**found, refresh=refresh), f".{os.getpid()}.partial")         # train.py and a watch may both write it
     except OSError as error:
         raise ValueError(f"{out} cannot be written ({error.strerror}); name another file with --out") from None
     return out

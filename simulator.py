@@ -788,15 +788,13 @@ def mend_last_line(path, start, flag):
                 file.write(b"\n")
 
 
-def write_whole(path, text):
-    """A file appears whole or not at all: a crash may come, a browser be reading. Half a character becomes JSON's escape of it."""
+def write_whole(path, text, suffix=".partial"):
+    """A file appears whole or not at all: a crash may come, a browser be reading. Half a character becomes JSON's escape of it.
+    suffix: of the file beside it that is written first; what a kill leaves is overwritten by the next call."""
     path = Path(path).resolve()                  # what a link names, not the link
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    partial = path.with_name(path.name + suffix)
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(partial, path)
 
 
 # ---- the flags that choose a user; train.py, evaluate.py and this file share them -----------------------------------------

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
@@ -378,6 +380,7 @@ def test_a_run_that_is_killed_at_any_moment_can_be_resumed_and_ends_like_one_tha
         process = os.fork()
         if process == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(1, 2)
+            tqdm.set_lock(threading.RLock())                                 # the one it has is shared by forks, and a killed one never gives it back
             code = 1
             try:
                 train.main(argv)
