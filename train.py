@@ -542,10 +542,10 @@ def hold(run):
     try:
         import fcntl
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:                          # Windows has none
-        pass
-    except OSError:
+    except (BlockingIOError, PermissionError):
         raise ValueError(f"{run} is being trained by another process") from None
+    except (ImportError, OSError):               # Windows and some file systems know no locks
+        pass
     return file
 
 

@@ -491,8 +491,11 @@ def test_a_file_that_cannot_be_written_is_said_before_playing_and_a_new_one_is_n
     code, _, err = run(capsys, *tiny, flag, tmp_path)
     assert code == 2 and str(tmp_path) in err and err.count("\n") == 1
     (tmp_path / "bad.jsonl").write_text("{")
+    (tmp_path / "new.check").write_text("mine")
     code, _, err = run(capsys, *tiny, flag, tmp_path / "new", "--scenarios", tmp_path / "bad.jsonl")
-    assert code == 2 and not (tmp_path / "new").exists()
+    assert code == 2 and not (tmp_path / "new").exists() and (tmp_path / "new.check").read_text() == "mine"
+    code, _, err = run(capsys, *tiny, flag, tmp_path / ("n" * 300))
+    assert code == 2 and err.count("\n") == 1
 
 
 def test_an_evaluation_that_is_interrupted_says_one_line_and_goes_on_from_its_file(tiny, capsys, tmp_path, monkeypatch):
