@@ -308,6 +308,7 @@ def main(argv=None):
             if stopping:
                 rank or leave_report(run)
                 rank or print(f"stopped after step {step + 1}. Go on with: python train.py --resume {run}")
+                leave_ranks()
                 sys.exit(128 + (caught or [signal.SIGTERM])[0])
     rank or leave_report(run)
     rank or print(f"done. Next: python evaluate.py --model {run}")
@@ -323,6 +324,12 @@ def start_ranks():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     return ppo.ranks()
+
+
+def leave_ranks():
+    """Close the connections between the ranks while Python still runs: threads that outlive it can abort a rank whose work is done."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def first_rank_first(make):
@@ -715,6 +722,7 @@ def introduce(args, run, policy, engine, scenarios, world, start):
 if __name__ == "__main__":
     try:
         main()
+        leave_ranks()
     except KeyboardInterrupt:                        # before the first step; later catch_signals() is there
         print("train.py: stopped; nothing was trained in this call", file=sys.stderr)
         sys.exit(130)

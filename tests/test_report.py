@@ -48,7 +48,7 @@ def talks():
 def dom(path, view=""):
     """The page after its script ran, as headless Chromium sees it."""
     done = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom", f"file://{path}{view}"],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=600)
     return done.stdout
 
 

@@ -645,7 +645,7 @@ def test_a_straggler_delays_only_its_own_dialogue(chat):
 
     class Straggler(TalkingUser):
         def hear(self, reply):
-            assert others_done.wait(20), "the others waited for the straggler"
+            assert others_done.wait(300), "the others waited for the straggler"
             return super().hear(reply)
 
     def on_end(d):
@@ -675,7 +675,7 @@ def test_a_slow_user_does_not_stop_the_engine_while_it_has_other_work(chat):
 
     class Slow(TalkingUser):
         def hear(self, reply):
-            assert both_said.wait(20), "the engine waited for a user although it had work"
+            assert both_said.wait(300), "the engine waited for a user although it had work"
             return super().hear(reply)
     dialogues = [Dialogue(PERSON, False, i) for i in range(2)]
     with ThreadPoolExecutor(2) as pool:
